@@ -1,0 +1,43 @@
+# Everything a developer does, each by one word. Every target sets up what it needs.
+SHELL := /bin/bash
+PYTHON_BIN := .venv/bin/python
+SEEDS ?= 20
+JOBS ?= 2
+
+.PHONY: help setup run test check format bench sim sim-mutants soak clean
+
+help:           ## show this list
+	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
+
+setup:          ## make .venv with the `penstock` command in it (quick when nothing changed)
+	@tools/setup
+
+run: setup      ## run the main job: the bus on embedded storage with sample producers and consumers
+	@$(PYTHON_BIN) -m penstock.cli demo
+
+test: setup     ## run all tests
+	@$(PYTHON_BIN) -m pytest -n $(JOBS) --dist worksteal
+
+check: setup    ## formatting, lint and strict types
+	@.venv/bin/ruff format --check penstock tests examples
+	@.venv/bin/ruff check penstock tests examples
+	@.venv/bin/mypy
+
+format: setup   ## let ruff format and fix
+	@.venv/bin/ruff format penstock tests examples
+	@.venv/bin/ruff check --fix penstock tests examples
+
+bench: setup    ## run every bench case against its peers
+	@tools/bench
+
+sim: setup      ## run the simulator on SEEDS seeds; exits non-zero on a finding
+	@$(PYTHON_BIN) -m penstock.testing.simulation --seeds $(SEEDS)
+
+sim-mutants: setup  ## break each guarantee on purpose; fails unless the simulator finds every break
+	@$(PYTHON_BIN) -m penstock.testing.simulation --mutants
+
+soak: setup     ## the long campaigns: 500 seeds, all mutants, 200 kills, ten minutes at full rate
+	@tools/soak
+
+clean:          ## remove the virtual environment and all caches
+	@rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,57 @@
+# Layers, lowest first; nothing lower imports anything higher (tests/test_tidy.py proves it):
+#   model     vocabulary: topics, events, batches, tokens, errors, settings, codecs       pure
+#   core      machines without I/O: routing, delivery, schedule, admission, dedup, audit  pure
+#   log       journal, segments, manifest, snapshots, recovery: files through one Disk
+#   engines   memory, embedded, follower: one shape, one conformance suite
+#   bus       the public API around an engine
+#   testing   simulator, simulated disk and loop, conformance suite
+#   bench     the benchmark harness and its peers
+#   cli       the `penstock` command
+"""Penstock: a durable event bus for Python.
+
+>>> import asyncio, penstock
+>>> async def main() -> None:
+...     async with penstock.connect("mem:") as bus:
+...         await bus.publish("orders.created", {"id": 7})
+...         async for event in bus.replay("orders.created"):
+...             print(event.value())
+>>> asyncio.run(main())
+{'id': 7}
+"""
+
+from penstock.bus.bus import Bus
+from penstock.bus.connect import connect
+from penstock.bus.handler import Reject, RetryLater
+from penstock.bus.subscription import Subscription
+from penstock.bus.sync import SyncBus, connect_sync
+from penstock.bus.transaction import Transaction
+from penstock.core.catalogue import Route
+from penstock.core.retry import Retry
+from penstock.model import errors
+from penstock.model.batch import EventBatch
+from penstock.model.errors import *  # noqa: F403 - the whole tree, as its own __all__ lists it
+from penstock.model.event import Event, Identity, MessageId, Receipt
+from penstock.model.settings import Settings
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Bus",
+    "Event",
+    "EventBatch",
+    "Identity",
+    "MessageId",
+    "Receipt",
+    "Reject",
+    "Retry",
+    "RetryLater",
+    "Route",
+    "Settings",
+    "Subscription",
+    "SyncBus",
+    "Transaction",
+    "connect",
+    "connect_sync",
+    "errors",
+    *errors.__all__,
+]

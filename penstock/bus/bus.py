@@ -1,0 +1,547 @@
+"""Bus: the public API, the same on every engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from datetime import datetime
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from penstock.bus.desk import Audit, DeadLetters, Groups, Routes, Schedules, Topics, When
+from penstock.bus.handler import CORRELATION, REPLY_TO, Handler
+from penstock.bus.publishing import Drafting, Key, Times, when_us
+from penstock.bus.subscription import Subscription
+from penstock.bus.transaction import Transaction
+from penstock.core.entry import GroupSpec, TopicSpec
+from penstock.core.retry import Retry
+from penstock.core.schedule import parse_when
+from penstock.engines import request as ask
+from penstock.engines.engine import Draft, Engine, Request, Subscribe
+from penstock.model.batch import EventBatch
+from penstock.model.errors import BusClosed, InvalidInput, RequestTimedOut, Unsupported
+from penstock.model.event import Event, Identity, Receipt
+from penstock.model.settings import Settings
+from penstock.model.topic import check_pattern, is_system, is_wildcard, matches
+
+F = TypeVar("F", bound=Callable[..., Any])
+MODES = ("queue", "log")
+ORDERS = {"any": None, "key": "key-order", "single": "single-active"}
+# Events prefetched for a handler beyond those it works on: enough to hide a commit.
+HANDLER_PREFETCH = 256
+
+
+class Bus:
+    """A connection to a place where events live. Made by `penstock.connect`.
+
+    >>> import asyncio, penstock
+    >>> async def hello() -> int:
+    ...     async with penstock.connect("mem:") as bus:
+    ...         receipt = await bus.publish("greetings.sent", {"text": "hello"})
+    ...         return receipt.offset
+    >>> asyncio.run(hello())
+    0
+    """
+
+    def __init__(
+        self, engine: Engine, settings: Settings, identity: Identity, capabilities: frozenset[str]
+    ) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.identity = identity
+        self.capabilities = capabilities
+        self.topics = Topics(self)
+        self.groups = Groups(self)
+        self.dead_letters = DeadLetters(self)
+        self.audit = Audit(self)
+        self.routes = Routes(self)
+        self.schedules = Schedules(self)
+        self._drafting = Drafting(settings, identity)
+        self._handlers: list[Handler] = []
+        self._state = "new"
+        self._inbox: Subscription | None = None
+        self._inbox_topic = f"_inbox.{uuid.uuid4().hex}"
+        self._replies: dict[str, asyncio.Future[Event]] = {}
+        self._reply_task: asyncio.Task[None] | None = None
+
+    # -- life ----------------------------------------------------------------------------------
+
+    async def open(self) -> Self:
+        """Connect; handlers registered before begin to serve."""
+        if self._state == "closed":
+            raise BusClosed("this bus was closed; call penstock.connect again")
+        if self._state == "new":
+            await self.engine.open()
+            self._state = "open"
+            for handler in self._handlers:
+                handler.start()
+        return self
+
+    async def close(self) -> None:
+        """Stop the handlers, flush and disconnect."""
+        if self._state != "open":
+            return
+        for handler in self._handlers:
+            await handler.stop()
+        if self._reply_task is not None:
+            self._reply_task.cancel()
+            await asyncio.gather(self._reply_task, return_exceptions=True)
+        self._state = "closed"
+        await self.engine.close()
+
+    async def __aenter__(self) -> Self:
+        return await self.open()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    def _check_open(self) -> None:
+        if self._state != "open":
+            hint = (
+                "it was closed" if self._state == "closed" else "use 'async with' or await open()"
+            )
+            raise BusClosed(f"the bus is not open: {hint}")
+
+    def need(self, capability: str) -> None:
+        """Raise Unsupported unless the engine has a capability."""
+        if capability not in self.capabilities:
+            raise Unsupported(
+                f"this engine has no {capability!r}; docs/reference/capabilities.md lists which have",
+                capability=capability,
+            )
+
+    async def ask(self, request: Request) -> Any:
+        """Send an administrative request to the engine."""
+        self._check_open()
+        return await self.engine.ask(request)
+
+    @staticmethod
+    def wall_us() -> int:
+        """Microseconds since 1970 UTC."""
+        return time.time_ns() // 1_000
+
+    # -- publishing ----------------------------------------------------------------------------
+
+    async def publish(
+        self,
+        topic: str,
+        value: Any,
+        *,
+        key: Key = None,
+        headers: Mapping[str, str] | None = None,
+        token: Any = None,
+        idempotency_key: str | None = None,
+        event_time: Times = None,
+        delay_s: float | None = None,
+        deliver_at: datetime | str | float | None = None,
+        ttl_s: float | None = None,
+        priority: int = 0,
+        codec: str | None = None,
+        partition: int | None = None,
+    ) -> Receipt:
+        """Publish one event; it is durable when this returns."""
+        self._check_open()
+        draft = self.draft(
+            topic, value, key=key, headers=headers, token=token, idempotency_key=idempotency_key,
+            event_time=event_time, delay_s=delay_s, deliver_at=deliver_at, ttl_s=ttl_s,
+            priority=priority, codec=codec, partition=partition,
+        )  # fmt: skip
+        return await self.engine.publish(draft)
+
+    def draft(
+        self,
+        topic: str,
+        value: Any,
+        *,
+        key: Key = None,
+        headers: Mapping[str, str] | None = None,
+        token: Any = None,
+        idempotency_key: str | None = None,
+        event_time: Times = None,
+        delay_s: float | None = None,
+        deliver_at: datetime | str | float | None = None,
+        ttl_s: float | None = None,
+        priority: int = 0,
+        codec: str | None = None,
+        partition: int | None = None,
+    ) -> Draft:
+        """What `publish` hands to the engine; for engines, transactions and tests."""
+        draft = self._drafting.one(
+            topic, value, key=key, headers=headers, token=token, idempotency_key=idempotency_key,
+            event_time=event_time, expires_us=self._expires(ttl_s), priority=priority, codec=codec,
+        )  # fmt: skip
+        draft.partition = partition
+        if delay_s is not None or deliver_at is not None:
+            draft.deliver_at_us = self._due(delay_s, deliver_at)
+        if priority:
+            self.need("priority")
+        if draft.tokens is not None:
+            self.need("idempotency")
+        return draft
+
+    def _expires(self, ttl_s: float | None) -> int | None:
+        if ttl_s is None:
+            return None
+        self.need("ttl")
+        if ttl_s <= 0:
+            raise InvalidInput(f"ttl_s is above zero, not {ttl_s}", ttl_s=ttl_s)
+        return self.wall_us() + round(ttl_s * 1e6)
+
+    def _due(self, delay_s: float | None, deliver_at: datetime | str | float | None) -> int:
+        self.need("delayed")
+        if delay_s is not None and deliver_at is not None:
+            raise InvalidInput("give delay_s or deliver_at, not both")
+        if deliver_at is not None:
+            return parse_when(deliver_at)
+        assert delay_s is not None
+        if delay_s < 0:
+            raise InvalidInput(f"delay_s is not negative, got {delay_s}", delay_s=delay_s)
+        return self.wall_us() + round(delay_s * 1e6)
+
+    async def publish_many(
+        self,
+        topic: str,
+        values: Any,
+        *,
+        keys: Sequence[Key] | None = None,
+        headers: Sequence[Mapping[str, str] | None] | None = None,
+        tokens: Sequence[Any] | None = None,
+        idempotency_keys: Sequence[str] | None = None,
+        event_times: Sequence[Times] | None = None,
+        ttl_s: float | None = None,
+        priorities: Sequence[int] | None = None,
+        codec: str | None = None,
+        partition: int | None = None,
+    ) -> Receipt:
+        """Publish many events in one go: a list, or Arrow, pandas or Polars columns."""
+        self._check_open()
+        draft = self.draft_many(
+            topic, values, keys=keys, headers=headers, tokens=tokens,
+            idempotency_keys=idempotency_keys, event_times=event_times, ttl_s=ttl_s,
+            priorities=priorities, codec=codec, partition=partition,
+        )  # fmt: skip
+        return await self.engine.publish(draft)
+
+    def draft_many(
+        self,
+        topic: str,
+        values: Any,
+        *,
+        keys: Sequence[Key] | None = None,
+        headers: Sequence[Mapping[str, str] | None] | None = None,
+        tokens: Sequence[Any] | None = None,
+        idempotency_keys: Sequence[str] | None = None,
+        event_times: Sequence[Times] | None = None,
+        ttl_s: float | None = None,
+        priorities: Sequence[int] | None = None,
+        codec: str | None = None,
+        partition: int | None = None,
+    ) -> Draft:
+        """What `publish_many` hands to the engine."""
+        draft = self._drafting.many(
+            topic, values, keys=keys, headers=headers, tokens=tokens,
+            idempotency_keys=idempotency_keys, event_times=event_times,
+            expires_us=self._expires(ttl_s), priorities=priorities, codec=codec,
+        )  # fmt: skip
+        draft.partition = partition
+        if priorities is not None:
+            self.need("priority")
+        if draft.tokens is not None:
+            self.need("idempotency")
+        return draft
+
+    def transaction(self) -> Transaction:
+        """Publishes, acks and cursors that happen together or not at all."""
+        self._check_open()
+        self.need("transactions")
+        return Transaction(self)
+
+    async def flush(self) -> None:
+        """Every ack given so far is durable when this returns."""
+        self._check_open()
+        await self.engine.flush()
+
+    # -- consuming -----------------------------------------------------------------------------
+
+    def subscribe(
+        self,
+        pattern: str,
+        *,
+        group: str | None = None,
+        mode: str = "queue",
+        start: When | None = None,
+        max_inflight: int | None = None,
+        order: str = "any",
+        filter: Mapping[str, str] | None = None,
+        retry: Retry | None = None,
+        lease_s: float | None = None,
+        member: str | None = None,
+        assignment: str = "sticky",
+    ) -> Subscription:
+        """Receive events of a pattern; without a group, as a listener of its own."""
+        check_pattern(pattern)
+        if mode not in MODES or order not in ORDERS:
+            raise InvalidInput(
+                f"mode is one of {MODES} and order one of {tuple(ORDERS)}", mode=mode, order=order
+            )
+        if (needed := ORDERS[order]) is not None:
+            self.need(needed)
+        if filter:
+            self.need("filters")
+        delivery = self.settings.delivery
+        default_retry = Retry(delivery.ladder_ms, delivery.max_attempts)
+        alone = group is None
+        name = group if group is not None else f"_listener.{uuid.uuid4().hex}"
+        _check_group(name, alone)
+        if start is None:
+            start = "latest" if alone else "earliest"
+        spec = GroupSpec(
+            patterns=(pattern,),
+            mode=mode,
+            order=order,
+            retry=retry or default_retry,
+            lease_s=delivery.lease_s if lease_s is None else lease_s,
+            filter=dict(filter or {}),
+            start=self.place(start),
+            ephemeral=alone,
+            assignment=assignment,
+        )
+        inflight = delivery.max_inflight if max_inflight is None else max_inflight
+        if inflight < 1 or spec.lease_s <= 0:
+            raise InvalidInput("max_inflight is at least 1 and lease_s above zero")
+        wanted = Subscribe(name, spec, member or uuid.uuid4().hex, inflight, self.identity)
+
+        async def open_feed() -> Any:
+            self._check_open()
+            return await self.engine.subscribe(wanted)
+
+        async def after_close(_: Subscription) -> None:
+            if alone and self._state == "open":
+                await self.engine.ask(ask.DeleteGroup(name))
+
+        return Subscription(mode, open_feed, after_close)
+
+    def place(self, where: When) -> str:
+        """A starting point in the engine's words."""
+        if where in ("earliest", "latest"):
+            return str(where)
+        if isinstance(where, int) and not isinstance(where, bool):
+            return f"offset:{where}"
+        return f"time:{when_us(where, self.wall_us())}"
+
+    def handler(
+        self,
+        pattern: str,
+        *,
+        group: str,
+        concurrency: int = 1,
+        retry: Retry | None = None,
+        timeout_s: float | None = None,
+        order: str = "any",
+        filter: Mapping[str, str] | None = None,
+        start: When | None = None,
+        max_inflight: int | None = None,
+        lease_s: float | None = None,
+    ) -> Callable[[F], F]:
+        """Call the decorated function with each event: returning acks, raising retries."""
+        check_pattern(pattern)
+        inflight = max_inflight or max(
+            concurrency, min(HANDLER_PREFETCH, self.settings.delivery.max_inflight)
+        )
+        lease = self.settings.delivery.lease_s if lease_s is None else lease_s
+
+        def open_subscription() -> Subscription:
+            return self.subscribe(
+                pattern, group=group, retry=retry, order=order, filter=filter, start=start,
+                max_inflight=inflight, lease_s=lease,
+            )  # fmt: skip
+
+        def register(function: F) -> F:
+            handler = Handler(
+                self, function, open_subscription, concurrency=concurrency,
+                timeout_s=lease if timeout_s is None else timeout_s,
+            )  # fmt: skip
+            self._handlers.append(handler)
+            if self._state == "open":
+                handler.start()
+            return function
+
+        return register
+
+    async def ready(self) -> None:
+        """Return when every handler is subscribed, or raise why one cannot be."""
+        self._check_open()
+        for handler in self._handlers:
+            await handler.ready()
+
+    async def run(self) -> None:
+        """Serve the handlers until cancelled or a handler's subscription fails."""
+        await self.open()
+        await self.ready()
+        try:
+            await asyncio.gather(*(task for handler in self._handlers for task in handler.tasks()))
+        finally:
+            await self.close()
+
+    # -- reading back --------------------------------------------------------------------------
+
+    async def replay(
+        self,
+        pattern: str,
+        *,
+        since: When | None = None,
+        until: When | None = None,
+        from_offset: int | None = None,
+        to_offset: int | None = None,
+        partition: int | None = None,
+    ) -> AsyncIterator[Event]:
+        """Stored events of a pattern, in order within each partition, up to now."""
+        batches = self.replay_batches(
+            pattern, since=since, until=until, from_offset=from_offset, to_offset=to_offset,
+            partition=partition,
+        )  # fmt: skip
+        async for batch in batches:
+            for event in batch:
+                yield event
+
+    async def replay_batches(
+        self,
+        pattern: str,
+        *,
+        since: When | None = None,
+        until: When | None = None,
+        from_offset: int | None = None,
+        to_offset: int | None = None,
+        partition: int | None = None,
+    ) -> AsyncIterator[EventBatch]:
+        """The same as whole batches."""
+        self._check_open()
+        check_pattern(pattern)
+        if since is not None or until is not None:
+            self.need("time-replay")
+        if (since is not None and from_offset is not None) or (
+            until is not None and to_offset is not None
+        ):
+            raise InvalidInput("give a time or an offset for each end, not both")
+        for info in await self._matching(pattern):
+            for each in info.partitions:
+                if partition is not None and each.partition != partition:
+                    continue
+                start, stop = await self._range(
+                    info.name, each, since, until, from_offset, to_offset
+                )
+                async for batch in self.engine.read(info.name, each.partition, start, stop):
+                    yield batch
+
+    async def _matching(self, pattern: str) -> list[Any]:
+        if not is_wildcard(pattern):
+            return [await self.topics.info(pattern)]
+        topics = await self.topics.list(system=is_system(pattern))
+        return [topic for topic in topics if matches(pattern, topic.name)]
+
+    async def _range(
+        self,
+        topic: str,
+        part: Any,
+        since: When | None,
+        until: When | None,
+        first: int | None,
+        last: int | None,
+    ) -> tuple[int, int]:
+        start, stop = part.first_offset if first is None else first, part.end_offset
+        if last is not None:
+            stop = min(stop, last + 1)
+        now_us = self.wall_us()
+        if since is not None:
+            start = await self.ask(ask.FindOffset(topic, part.partition, when_us(since, now_us)))
+        if until is not None:
+            stop = await self.ask(ask.FindOffset(topic, part.partition, when_us(until, now_us)))
+        return start, stop
+
+    # -- request and reply -----------------------------------------------------------------------
+
+    async def request(
+        self,
+        topic: str,
+        value: Any,
+        *,
+        timeout_s: float = 5.0,
+        type: Any = None,
+        headers: Mapping[str, str] | None = None,
+        key: Key = None,
+    ) -> Any:
+        """Publish a request and wait for what its handler returns."""
+        self._check_open()
+        self.need("request-reply")
+        await self._open_inbox()
+        correlation = uuid.uuid4().hex
+        answer: asyncio.Future[Event] = asyncio.get_running_loop().create_future()
+        self._replies[correlation] = answer
+        labelled = {**(headers or {}), REPLY_TO: self._inbox_topic, CORRELATION: correlation}
+        try:
+            await self.publish(
+                topic,
+                value,
+                key=key,
+                headers=labelled,
+                ttl_s=timeout_s if "ttl" in self.capabilities else None,
+            )
+            event = await asyncio.wait_for(answer, timeout_s)
+        except TimeoutError:
+            raise RequestTimedOut(
+                f"nobody answered the request on {topic!r} within {timeout_s} s. Is a handler "
+                "subscribed? It may still run: make it idempotent",
+                topic=topic,
+                timeout_s=timeout_s,
+            ) from None
+        finally:
+            del self._replies[correlation]
+        return event.value(type)
+
+    async def _open_inbox(self) -> None:
+        if self._reply_task is None:
+            self._reply_task = asyncio.create_task(self._take_replies(), name="penstock-replies")
+            self._inbox_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._inbox_ready)
+
+    async def _take_replies(self) -> None:
+        try:
+            await self.engine.ask(ask.CreateTopic(self._inbox_topic, TopicSpec(ephemeral=True)))
+            async with self.subscribe(self._inbox_topic, mode="log", start="earliest") as inbox:
+                self._inbox_ready.set_result(None)
+                async for event in inbox:
+                    waiting = self._replies.get(event.headers.get(CORRELATION, ""))
+                    if waiting is not None and not waiting.done():
+                        waiting.set_result(event)
+        except BaseException as error:
+            if not self._inbox_ready.done():
+                self._inbox_ready.set_exception(error)
+            raise
+
+    async def reply(self, request: Event, value: Any) -> None:
+        """Answer a request; handlers do this with what they return."""
+        target = request.headers.get(REPLY_TO)
+        if target is None:
+            raise InvalidInput(
+                f"{request.id} is no request: it has no reply address", id=str(request.id)
+            )
+        draft = self._drafting.one(
+            target, value, key=None, headers={CORRELATION: request.headers.get(CORRELATION, "")},
+            token=None, idempotency_key=None, event_time=None, expires_us=None, priority=0,
+            codec=None, system=True,
+        )  # fmt: skip
+        await self.engine.publish(draft)
+
+
+def _check_group(name: str, alone: bool) -> None:
+    if not name or len(name) > 128 or (name.startswith("_") and not alone):
+        raise InvalidInput(
+            f"{name!r} is no group name: 1 to 128 characters, not beginning with '_'", group=name
+        )

@@ -1,0 +1,208 @@
+"""Handlers: functions that are called with each event, and whose outcome settles it."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import typing
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from penstock.model.codec import codecs
+from penstock.model.errors import (
+    BusClosed,
+    DecodeFailed,
+    DeliveryError,
+    InvalidInput,
+    PenstockError,
+    UnknownCodec,
+)
+from penstock.model.event import Event
+
+if TYPE_CHECKING:
+    from penstock.bus.bus import Bus
+    from penstock.bus.subscription import Subscription
+
+REPLY_TO = "penstock-reply-to"
+CORRELATION = "penstock-correlation"
+
+
+class Reject(Exception):
+    """Raise it in a handler: the event is hopeless and becomes a dead letter now."""
+
+    def __init__(self, reason: str = "rejected by the handler") -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class RetryLater(Exception):
+    """Raise it in a handler: try again after `delay_s`, whatever the ladder says."""
+
+    def __init__(self, delay_s: float, reason: str = "the handler asked to retry") -> None:
+        super().__init__(reason)
+        self.delay_s = delay_s
+        self.reason = reason
+
+
+class Call:
+    """How a handler wants to be called, read from its signature once."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.asynchronous = inspect.iscoroutinefunction(function)
+        parameters = list(inspect.signature(function).parameters.values())
+        try:
+            hints = typing.get_type_hints(function)
+        except NameError as error:
+            raise InvalidInput(
+                f"the annotations of handler {function.__name__!r} cannot be resolved: {error}. Define "
+                "the payload type at module level"
+            ) from None
+        kinds = [hints.get(parameter.name) for parameter in parameters]
+        if not 1 <= len(parameters) <= 2:
+            raise InvalidInput(
+                f"handler {function.__name__!r} takes {len(parameters)} parameters; write "
+                "(payload), (event: Event) or (payload, event)"
+            )
+        self.event_only = len(parameters) == 1 and kinds[0] is Event
+        self.with_event = len(parameters) == 2
+        self.kind = None if self.event_only else kinds[0]
+        if self.kind is Any:
+            self.kind = None
+
+    def arguments(self, event: Event) -> tuple[Any, ...]:
+        """What the function is called with; raises DecodeFailed when the payload does not fit."""
+        if self.event_only:
+            return (event,)
+        if self.kind is bytes:
+            value: Any = event.payload
+        else:
+            value = codecs.get(event.batch.codec).decode(event.payload, self.kind)
+        return (value, event) if self.with_event else (value,)
+
+
+class Handler:
+    """A registered function and the tasks that serve it."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        function: Callable[..., Any],
+        open_subscription: Callable[[], Subscription],
+        *,
+        concurrency: int,
+        timeout_s: float | None,
+    ) -> None:
+        if concurrency < 1:
+            raise InvalidInput("concurrency is at least 1", concurrency=concurrency)
+        self.call = Call(function)
+        self.failures = 0
+        self._bus = bus
+        self._open = open_subscription
+        self._concurrency = concurrency
+        self._timeout_s = timeout_s
+        self._tasks: list[asyncio.Task[None]] = []
+        self._subscription: Subscription | None = None
+        self._started = asyncio.Event()
+        self._turn = asyncio.Lock()
+
+    def start(self) -> None:
+        """Begin to serve."""
+        if not self._tasks:
+            self._tasks = [asyncio.create_task(self._serve(), name="penstock-handler")]
+
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """The tasks that serve, for whoever waits for their end."""
+        return self._tasks
+
+    async def ready(self) -> None:
+        """Return when the handler is subscribed, or raise why it cannot be."""
+        started = asyncio.ensure_future(self._started.wait())
+        await asyncio.wait([started, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+        started.cancel()
+        for task in self._tasks:
+            if task.done():
+                task.result()
+
+    async def stop(self) -> None:
+        """Stop serving; events in work go back to their group."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+
+    async def _serve(self) -> None:
+        self._subscription = self._open()
+        async with self._subscription as events:
+            self._started.set()
+            if self._concurrency == 1:
+                await self._work(events)
+            else:
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(self._concurrency):
+                        group.create_task(self._work(events))
+
+    async def _work(self, events: Subscription) -> None:
+        call = self.call
+        while True:
+            try:
+                event = await self._next(events)
+            except BusClosed:
+                return
+            try:
+                arguments = call.arguments(event)
+                result = await self._run(arguments)
+            except asyncio.CancelledError:
+                raise
+            except Exception as error:
+                self.failures += 1
+                self._settle(self._failed, event, error)
+                continue
+            if REPLY_TO in event.headers:
+                await self._bus.reply(event, result)
+            self._settle(self._done, event, None)
+
+    async def _next(self, events: Subscription) -> Event:
+        if self._concurrency == 1:
+            return await anext(events)
+        async with self._turn:  # one worker waits for the feed, the others for their turn
+            return await anext(events)
+
+    async def _run(self, arguments: tuple[Any, ...]) -> Any:
+        call = self.call
+        if not call.asynchronous:
+            return await asyncio.to_thread(call.function, *arguments)
+        work: Awaitable[Any] = call.function(*arguments)
+        if self._timeout_s is None:
+            return await work
+        async with asyncio.timeout(self._timeout_s):
+            return await work
+
+    @staticmethod
+    def _settle(
+        settle: Callable[[Event, Exception | None], None], event: Event, error: Exception | None
+    ) -> None:
+        try:
+            settle(event, error)
+        except DeliveryError:
+            # The lease ran out while the handler worked: the event is with somebody else by now,
+            # and this outcome may not count.
+            return
+
+    @staticmethod
+    def _done(event: Event, _: Exception | None) -> None:
+        event.delivery.ack(event.index)
+
+    @staticmethod
+    def _failed(event: Event, error: Exception | None) -> None:
+        delivery, index = event.delivery, event.index
+        if isinstance(error, Reject):
+            delivery.reject(index, error.reason)
+        elif isinstance(error, RetryLater):
+            delivery.nack(index, error.delay_s, error.reason)
+        elif isinstance(error, DecodeFailed | UnknownCodec):
+            delivery.reject(index, str(error))  # the next attempt would read the same bytes
+        else:
+            kind = "timed out" if isinstance(error, TimeoutError) else type(error).__name__
+            text = error.message if isinstance(error, PenstockError) else str(error)
+            delivery.nack(index, None, f"{kind}: {text}"[:500])

@@ -1,0 +1,145 @@
+"""Subscription: events for one consumer, as an async iterator."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from types import TracebackType
+from typing import Any, Self
+
+from penstock.engines.engine import Delivery, LogFeed, QueueFeed
+from penstock.model.batch import EventBatch
+from penstock.model.errors import BusClosed, InvalidInput
+from penstock.model.event import Event
+
+
+class Subscription:
+    """Events of a pattern, for one member of a group. Use it with `async with`.
+
+    >>> import asyncio, penstock
+    >>> async def first() -> bytes:
+    ...     async with penstock.connect("mem:") as bus:
+    ...         await bus.publish("orders.created", b"hello")
+    ...         async with bus.subscribe("orders.*", group="billing") as events:
+    ...             async for event in events:
+    ...                 await event.ack()
+    ...                 return event.payload
+    >>> asyncio.run(first())
+    b'hello'
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        open_feed: Callable[[], Awaitable[QueueFeed | LogFeed]],
+        after_close: Callable[[Subscription], Awaitable[None]],
+    ) -> None:
+        self.mode = mode
+        self._open_feed = open_feed
+        self._after_close = after_close
+        self._feed: Any = None
+        self._delivery: Delivery | None = None
+        self._events: Any = iter(())
+        self._receiving: asyncio.Future[Any] | None = None
+
+    async def open(self) -> Self:
+        """Join the group."""
+        if self._feed is None:
+            self._feed = await self._open_feed()
+        return self
+
+    async def close(self) -> None:
+        """Leave the group; what is not settled returns to it."""
+        feed, self._feed = self._feed, None
+        if self._receiving is not None:
+            self._receiving.cancel()
+        if feed is not None:
+            await feed.close()
+            await self._after_close(self)
+
+    async def __aenter__(self) -> Self:
+        return await self.open()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Event:
+        if self.mode == "log":
+            return await self._next_read()
+        while True:
+            if self._delivery is not None:
+                event = self._delivery.hand()
+                if event is not None:
+                    return event
+            self._delivery = await self._receive()
+
+    async def _next_read(self) -> Event:
+        while True:
+            event: Event | None = next(self._events, None)
+            if event is not None:
+                return event
+            self._events = iter(await self._receive())
+
+    async def _receive(self) -> Any:
+        """Wait for the feed; a wait that was given up is taken up again by the next call."""
+        if self._feed is None:
+            raise BusClosed("the subscription is closed; subscribe again")
+        if self._receiving is None:
+            self._receiving = asyncio.ensure_future(self._feed.receive())
+        try:
+            received = await asyncio.shield(self._receiving)
+        except asyncio.CancelledError:
+            if self._receiving is not None and self._receiving.cancelled():
+                self._receiving = None
+                raise BusClosed("the subscription was closed while it waited") from None
+            raise
+        except BaseException:
+            self._receiving = None
+            raise
+        self._receiving = None
+        return received
+
+    async def get(self, timeout_s: float | None = None) -> Event | None:
+        """The next event, or None when none came in time."""
+        try:
+            return await asyncio.wait_for(anext(self), timeout_s)
+        except TimeoutError:
+            return None
+
+    async def batches(self) -> AsyncIterator[EventBatch]:
+        """Whole batches, in order; only for `mode="log"`."""
+        if self.mode != "log":
+            raise InvalidInput('batches come with mode="log"; a queue leases events one by one')
+        while True:
+            yield await self._receive()
+
+    async def commit(self) -> None:
+        """Make everything received so far the group's place, durably; only for `mode="log"`."""
+        if self.mode != "log":
+            raise InvalidInput('only mode="log" has a cursor to commit; ack the events of a queue')
+        if self._feed is None:
+            raise BusClosed("the subscription is closed; subscribe again")
+        await self._feed.commit()
+
+    async def ack(self, events: Iterable[Event]) -> None:
+        """Ack many events."""
+        for event in events:
+            await event.ack()
+
+    async def nack(self, events: Iterable[Event], delay_s: float | None = None) -> None:
+        """Nack many events."""
+        for event in events:
+            await event.nack(delay_s)
+
+    @property
+    def feed(self) -> Any:
+        """The engine's side, for transactions."""
+        return self._feed

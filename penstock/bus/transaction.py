@@ -1,0 +1,79 @@
+"""Transactions: publishes, acks and cursors that happen together or not at all (row Q13)."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from penstock.engines.engine import Draft, Settle
+from penstock.engines.engine import Transaction as EngineTransaction
+from penstock.model.errors import InvalidInput
+from penstock.model.event import Event, Receipt
+
+if TYPE_CHECKING:
+    from penstock.bus.bus import Bus
+    from penstock.bus.subscription import Subscription
+
+
+class Transaction:
+    """Collects what belongs together; it happens when the `async with` block ends well.
+
+    >>> import asyncio, penstock
+    >>> async def transfer() -> int:
+    ...     async with penstock.connect("mem:") as bus:
+    ...         async with bus.transaction() as tx:
+    ...             tx.publish("ledger.debits", {"amount": 5})
+    ...             tx.publish("ledger.credits", {"amount": 5})
+    ...         return len(tx.receipts)
+    >>> asyncio.run(transfer())
+    2
+    """
+
+    def __init__(self, bus: Bus) -> None:
+        self.receipts: list[Receipt] = []
+        self._bus = bus
+        self._parts = EngineTransaction(drafts=[], acks=[], cursors=[])
+        self._open = True
+
+    def publish(self, topic: str, value: Any, **options: Any) -> None:
+        """Publish one event when the transaction commits; options as in `Bus.publish`."""
+        self._add(self._bus.draft(topic, value, **options))
+
+    def publish_many(self, topic: str, values: Any, **options: Any) -> None:
+        """Publish many events when the transaction commits; options as in `Bus.publish_many`."""
+        self._add(self._bus.draft_many(topic, values, **options))
+
+    def _add(self, draft: Draft) -> None:
+        self._check_open()
+        if draft.deliver_at_us is not None:
+            raise InvalidInput("a delayed event cannot be part of a transaction; publish it apart")
+        self._parts.drafts.append(draft)
+
+    def ack(self, event: Event) -> None:
+        """Ack a leased event when the transaction commits."""
+        self._check_open()
+        self._parts.acks.append(Settle(event._leased(), event.index))
+
+    def commit(self, subscription: Subscription) -> None:
+        """Commit a log subscription's cursor when the transaction commits."""
+        self._check_open()
+        if subscription.mode != "log":
+            raise InvalidInput('only mode="log" has a cursor; ack the events of a queue instead')
+        self._parts.cursors.append(subscription.feed)
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise InvalidInput("the transaction is over; begin another one")
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._open = False
+        if kind is None:
+            self.receipts = await self._bus.engine.transact(self._parts)

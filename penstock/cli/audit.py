@@ -1,0 +1,78 @@
+"""`penstock audit`: who did what, whether the record of it is whole, and copies for safe keeping."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from penstock.cli import exits, output
+from penstock.cli.invocation import Invocation, Noun
+from penstock.cli.session import change, look
+from penstock.cli.when import MOMENT
+
+if TYPE_CHECKING:
+    import penstock
+
+COLUMNS = ["sequence", "at_us", "actor", "operation", "targets", "reason"]
+
+
+@click.group("audit", cls=Noun)
+def command() -> None:
+    """Query, verify and export the audit trail."""
+
+
+@command.command("query")
+@click.option("--id", "message", metavar="ID", help="Records about this message or name.")
+@click.option("--actor", help="Records of this actor.")
+@click.option("--start", "since", type=MOMENT, help="From this time on, or 2h ago.")
+@click.option("--end", "until", type=MOMENT, help="Up to this time, which is not included.")
+@click.option("--operation", help="Records of this operation.")
+@click.pass_obj
+def query(invocation: Invocation, /, **selection: Any) -> None:
+    """Show the records that match all that is given."""
+
+    async def work(bus: penstock.Bus) -> list[Any]:
+        return list(await bus.audit.query(**selection))
+
+    output.show_rows(invocation, map(output.plain, look(invocation, work)), COLUMNS)
+
+
+@command.command("verify")
+@click.pass_obj
+def verify(invocation: Invocation) -> None:
+    """Check the whole chain; ends with 1 and names the first broken link when it is broken."""
+
+    async def work(bus: penstock.Bus) -> Any:
+        return await bus.audit.verify()
+
+    verdict = look(invocation, work)
+    if invocation.json:
+        output.print_json(verdict)
+    elif verdict.ok:
+        last = verdict.last
+        output.print_text(f"the chain is whole: {verdict.records} records, {verdict.checkpoints} signed checkpoints, up to record {last.sequence} {last.hash}")  # fmt: skip
+    else:
+        broken = verdict.broken
+        place = f" in {broken.file}" if broken.file else ""
+        place += f" line {broken.line}" if broken.line else ""
+        output.print_text(f"broken at record {broken.sequence}{place}: {broken.kind}: {output.escaped(broken.explanation)}")  # fmt: skip
+    if not verdict.ok:
+        raise click.exceptions.Exit(exits.FAILED)
+
+
+@command.command("export")
+@click.argument("folder", metavar="DIR", type=click.Path(file_okay=False))
+@click.pass_obj
+def export(invocation: Invocation, folder: str) -> None:
+    """Copy the finished audit files and a signed list of them to DIR.
+
+    Nothing in DIR is ever rewritten, so it may be write-once storage; export there again later.
+    """
+
+    async def work(bus: penstock.Bus) -> Any:
+        return await bus.audit.export(folder)
+
+    manifest = change(invocation, work)
+    record = {"folder": folder, "records": manifest.sequence, "hash": manifest.hash, "files": [file.path for file in manifest.files], "public_key": manifest.public_key}  # fmt: skip
+    output.show_record(invocation, record)

@@ -1,0 +1,114 @@
+"""`penstock bench`: measure this machine, side by side with other systems."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from penstock.cli import exits, output
+from penstock.cli.invocation import Invocation, Noun
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+MIN_PIPED_COLUMNS = 160  # a table in a pipe is not folded to a terminal nobody has
+
+
+@click.group("bench", cls=Noun)
+def command() -> None:
+    """Run benchmarks and compare their results."""
+
+
+def _complete_case(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:  # fmt: skip
+    from penstock.bench.runner import list_cases
+
+    return [str(row["case"]) for row in list_cases() if str(row["case"]).startswith(incomplete)]
+
+
+@command.command("list")
+@click.pass_obj
+def list_(invocation: Invocation) -> None:
+    """List the cases and the peers each can be held against."""
+    from penstock.bench.runner import list_cases
+
+    output.show_rows(invocation, list_cases(), ["case", "title", "unit", "peers"])
+
+
+@command.command("run")
+@click.argument("case", shell_complete=_complete_case)
+@click.option(
+    "--vs",
+    default="",
+    metavar="PEER,...",
+    help="Peers to run in the same run, such as jetstream,redis.",
+)
+@click.option("--seconds", type=float, default=None, help="Length of one measured window.")
+@click.option(
+    "--rounds", type=int, default=None, help="Windows for each side; medians are reported."
+)
+@click.option(
+    "--dir",
+    "folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Which disk to measure. Default: the current folder.",
+)
+@click.pass_obj
+def run(invocation: Invocation, case: str, vs: str, seconds: float | None, rounds: int | None, folder: Path | None) -> None:  # fmt: skip
+    """Run one case; it ends within 40 s. Ends with 1 when a peer that was asked for could not run."""
+    from penstock.bench.report import result_table
+    from penstock.bench.runner import complete, run_case
+
+    peers = [name.strip() for name in vs.split(",") if name.strip()]
+    options: dict[str, Any] = {"seconds": seconds, "rounds": rounds}
+    options = {name: value for name, value in options.items() if value is not None}
+    with tempfile.TemporaryDirectory(prefix=".penstock-bench-", dir=folder or Path()) as place:
+        result = run_case(case, peers, folder=Path(place), progress=_progress, **options)
+    _end_progress()
+    if invocation.json:
+        output.print_json(result)
+    else:
+        _print_table(result_table(result))
+    if not complete(result, peers):
+        raise click.exceptions.Exit(exits.FAILED)
+
+
+def _progress(text: str, done: int, total: int) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{done}/{total} {text}\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _end_progress() -> None:
+    if sys.stderr.isatty():
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+@command.command("compare")
+@click.argument("a", type=click.Path(path_type=Path))
+@click.argument("b", type=click.Path(path_type=Path))
+@click.pass_obj
+def compare(invocation: Invocation, a: Path, b: Path) -> None:
+    """Show what changed from the results in file A to those in file B, written with --json."""
+    from penstock.bench.report import compare_table
+    from penstock.bench.runner import compare_files
+
+    change = compare_files(a, b)
+    if invocation.json:
+        output.print_json(change)
+        return
+    for case in change["cases"]:
+        _print_table(compare_table(case))
+    if change["only_in_one"]:
+        output.note(f"only in one of the files: {', '.join(change['only_in_one'])}")
+
+
+def _print_table(table: Table) -> None:
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(console.width, MIN_PIPED_COLUMNS))
+    console.print(table)

@@ -1,0 +1,171 @@
+"""`penstock dlq`: dead letters, looked at, sent back, made by hand and purged.
+
+Every change names an actor and a reason for the audit trail. Replay wants the original consumer and
+topic restated and `--confirm REPLAY`; purge wants `--confirm PURGE`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from penstock.cli import exits, output
+from penstock.cli.complete import complete_group, complete_topic
+from penstock.cli.confirm import confirm_option
+from penstock.cli.invocation import Invocation, Noun
+from penstock.cli.session import change, look
+from penstock.cli.view import key_text, payload_fields
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import penstock
+
+F = Any
+COLUMNS = ["id", "consumer", "topic", "partition", "offset", "attempts", "replay_count", "dead_lettered_at_us", "reason"]  # fmt: skip
+
+
+@click.group("dlq", cls=Noun)
+def command() -> None:
+    """List, inspect, replay, make and purge dead letters."""
+
+
+def _audited(function: F) -> F:
+    options: list[Callable[[F], F]] = [
+        click.option("--actor", required=True, help="Who does it, for the audit trail."),
+        click.option("--reason", "--mutation-reason", "reason", required=True, help="Why, for the audit trail."),
+    ]  # fmt: skip
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def _ids(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> list[str]:
+    """Several ids: repeated, or separated by commas; each once."""
+    found = [name.strip() for text in values for name in text.split(",")]
+    ids = list(dict.fromkeys(name for name in found if name))
+    if not ids:
+        raise click.BadParameter("give at least one id", ctx=context, param=option)
+    return ids
+
+
+def _ids_option() -> Callable[[F], F]:
+    return click.option("--ids", "--id", "ids", multiple=True, required=True, callback=_ids, metavar="ID,...", help="Ids as `dlq list` shows them; separate by commas or repeat.")  # fmt: skip
+
+
+def _detail(letter: Any) -> dict[str, Any]:
+    """A dead letter with the event itself, as one flat record."""
+    record: dict[str, Any] = output.plain(letter.record)
+    record |= {
+        "token": letter.token,
+        "key": key_text(letter.key),
+        "headers": letter.headers,
+        "codec": letter.codec,
+    }
+    return record | payload_fields(letter.payload, letter.codec)
+
+
+@command.command("list")
+@click.option("--consumer", shell_complete=complete_group, help="Only of this consumer group.")
+@click.option("--topic", shell_complete=complete_topic, help="Only of this topic.")
+@click.option("--tenant", help="Only of this tenant.")
+@click.option(
+    "--limit", type=click.IntRange(min=1), default=100, show_default=True, help="At most so many."
+)
+@click.pass_obj
+def list_(invocation: Invocation, /, **selection: Any) -> None:
+    """List dead letters."""
+
+    async def work(bus: penstock.Bus) -> list[Any]:
+        return list(await bus.dead_letters.list(**selection))
+
+    output.show_rows(invocation, map(output.plain, look(invocation, work)), COLUMNS)
+
+
+@command.command("inspect")
+@click.option(
+    "--id", "letter_id", required=True, metavar="ID", help="The id as `dlq list` shows it."
+)
+@click.pass_obj
+def inspect(invocation: Invocation, letter_id: str) -> None:
+    """Show everything about one dead letter, its payload included."""
+
+    async def work(bus: penstock.Bus) -> Any:
+        return await bus.dead_letters.inspect(letter_id)
+
+    output.show_record(invocation, _detail(look(invocation, work)))
+
+
+@command.command("replay")
+@_ids_option()
+@click.option("--target-consumer", required=True, help="The consumer group they died in, restated.")
+@click.option("--target-topic", required=True, help="The topic they came from, restated.")
+@_audited
+@confirm_option("REPLAY")
+@click.pass_obj
+def replay(invocation: Invocation, /, ids: list[str], **how: Any) -> None:
+    """Deliver dead letters again, to the consumer they died in."""
+
+    async def work(bus: penstock.Bus) -> Any:
+        return await bus.dead_letters.replay(ids, **how)
+
+    _report(invocation, "replayed", ids, change(invocation, work))
+
+
+@command.command("dead-letter")
+@click.option(
+    "--id",
+    "message_id",
+    required=True,
+    metavar="ID",
+    help="The message: topic/partition/offset, or its token.",
+)
+@click.option("--consumer", required=True, help="The consumer group that shall not get it.")
+@click.option("--topic", required=True, help="The topic it is in.")
+@click.option("--payload", help="What to keep as its payload, instead of the stored one.")
+@_audited
+@click.pass_obj
+def dead_letter(
+    invocation: Invocation, /, message_id: str, payload: str | None, **how: Any
+) -> None:
+    """Make a dead letter of a message by hand."""
+    data = None if payload is None else payload.encode(errors="surrogateescape")
+
+    async def work(bus: penstock.Bus) -> Any:
+        return await bus.dead_letters.dead_letter(message_id, payload=data, **how)
+
+    outcome = change(invocation, work)
+    _report(invocation, "dead-lettered", [message_id], outcome)
+
+
+@command.command("purge")
+@_ids_option()
+@_audited
+@confirm_option("PURGE")
+@click.pass_obj
+def purge(invocation: Invocation, /, ids: list[str], **how: Any) -> None:
+    """Remove dead letters from the dead-letter view; the log keeps its events."""
+
+    async def work(bus: penstock.Bus) -> Any:
+        return await bus.dead_letters.purge(ids, **how)
+
+    _report(invocation, "purged", ids, change(invocation, work))
+
+
+def _report(invocation: Invocation, done: str, ids: list[str], outcome: Any) -> None:
+    """One result for each record, then the counts; ends with 1 when any failed."""
+    failures = {each["id"]: each for each in output.plain(outcome.failures)}
+    results = [
+        {"id": name, "result": "failed" if name in failures else done}
+        | {key: failures.get(name, {}).get(key) for key in ("code", "message")}
+        for name in ids
+    ]
+    counts = {"requested": outcome.requested, "done": outcome.done, "failed": len(failures)}
+    if invocation.json:
+        output.print_json(counts | {"results": results, "failures": list(failures.values())})
+    else:
+        output.show_rows(invocation, results, ["id", "result", "code", "message"])
+        output.print_text(f"{outcome.done} of {outcome.requested} {done}, {len(failures)} failed")
+    if failures:
+        raise click.exceptions.Exit(exits.FAILED)

@@ -1,0 +1,93 @@
+"""`penstock group`: consumer groups, how far they are, and moving them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from penstock.cli import output
+from penstock.cli.complete import complete_group, complete_topic
+from penstock.cli.confirm import confirm_option, require
+from penstock.cli.invocation import Invocation, Noun
+from penstock.cli.session import change, look
+from penstock.cli.when import POSITION
+
+if TYPE_CHECKING:
+    import penstock
+
+
+@click.group("group", cls=Noun)
+def command() -> None:
+    """List, inspect, move and delete consumer groups."""
+
+
+@command.command("list")
+@click.pass_obj
+def list_(invocation: Invocation) -> None:
+    """List the groups and how far each lags behind."""
+
+    async def work(bus: penstock.Bus) -> list[Any]:
+        return list(await bus.groups.list())
+
+    rows = [output.plain(group) for group in look(invocation, work)]
+    if not invocation.json:
+        rows = [row | {"members": _count(row.get("members"))} for row in rows]
+    output.show_rows(invocation, rows, ["name", "mode", "patterns", "members", "lag"])
+
+
+def _count(members: Any) -> Any:
+    return len(members) if isinstance(members, list) else members
+
+
+@command.command("info")
+@click.argument("name", shell_complete=complete_group)
+@click.pass_obj
+def info(invocation: Invocation, name: str) -> None:
+    """Show a group and where it stands in each partition."""
+
+    async def work(bus: penstock.Bus) -> Any:
+        return await bus.groups.info(name)
+
+    _show(invocation, look(invocation, work))
+
+
+def _show(invocation: Invocation, found: Any) -> None:
+    record = output.plain(found)
+    if invocation.json:
+        output.print_json(record)
+        return
+    lanes = record.pop("lanes", [])
+    output.show_record(invocation, record)
+    output.print_text("")
+    output.show_rows(invocation, lanes, list(lanes[0]) if lanes else [])
+
+
+@command.command("reset")
+@click.argument("name", shell_complete=complete_group)
+@click.option("--to", "position", type=POSITION, required=True, help="earliest, latest, an offset, a time or 2h ago.")  # fmt: skip
+@click.option("--topic", shell_complete=complete_topic, help="Only in this topic.")
+@click.pass_obj
+def reset(invocation: Invocation, name: str, position: Any, topic: str | None) -> None:
+    """Move a group to another place; it goes on from there."""
+
+    async def work(bus: penstock.Bus) -> Any:
+        await bus.groups.reset(name, position, topic=topic)
+        return await bus.groups.info(name)
+
+    _show(invocation, change(invocation, work))
+
+
+@command.command("delete")
+@click.argument("name", shell_complete=complete_group)
+@confirm_option("DELETE")
+@click.pass_obj
+def delete(invocation: Invocation, name: str, confirm: str) -> None:
+    """Delete a group: its place is forgotten, the events stay."""
+    require("DELETE", confirm, f"makes the group {name} forget its place")
+
+    async def work(bus: penstock.Bus) -> None:
+        await bus.groups.delete(name)
+
+    change(invocation, work)
+    output.show_record(invocation, {"deleted": name})

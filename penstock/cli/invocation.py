@@ -1,0 +1,124 @@
+"""One run of the command: where the bus is, which settings hold, how output looks."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.model.settings import Settings
+
+DEFAULT_URL = "./data"
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]+:", re.IGNORECASE)
+
+
+@dataclass
+class Invocation:
+    """What the global options said; every command gets it as its first argument."""
+
+    url: str = DEFAULT_URL
+    config: str | None = None
+    sets: list[str] = field(default_factory=list)
+    json: bool = False
+    verbose: bool = False
+
+    @property
+    def flags(self) -> dict[str, str]:
+        """The `--set` options as the loader wants them."""
+        flags = {}
+        for text in self.sets:
+            key, equals, value = text.partition("=")
+            if not equals or not key:
+                raise click.UsageError(f"--set {text}: write it as group.field=value")
+            flags[key.strip()] = value
+        return flags
+
+    def settings(self) -> Settings:
+        """File, environment and flags put together; InvalidSettings when one of them is wrong."""
+        from penstock.model.loader import load
+
+        return load(self.config, os.environ, self.flags)
+
+
+def folder_of(url: str) -> Path | None:
+    """The data folder a URL names; None when it is no path.
+
+    >>> folder_of("./data?mode=ro"), folder_of("mem:")
+    (PosixPath('data'), None)
+    """
+    if _SCHEME.match(url):
+        return None
+    return Path(url.partition("?")[0])
+
+
+def read_only(url: str) -> str:
+    """The URL that opens the same folder without becoming its writer.
+
+    >>> read_only("./data"), read_only("./data?mode=ro"), read_only("mem:")
+    ('./data?mode=ro', './data?mode=ro', 'mem:')
+    """
+    if folder_of(url) is None or "mode=" in url.partition("?")[2]:
+        return url
+    return f"{url}{'&' if '?' in url else '?'}mode=ro"
+
+
+def _note(context: click.Context, option: click.Parameter, value: Any) -> Any:
+    """Keep what an option said, wherever on the line it stood; the later one wins."""
+    invocation = context.ensure_object(Invocation)
+    if option.name == "sets":
+        invocation.sets.extend(value)
+    elif value:
+        setattr(invocation, str(option.name), value)
+    return value
+
+
+def global_options(*, at_root: bool) -> list[click.Option]:
+    """The options every command takes; below the root only `--json` is shown in the help."""
+
+    def option(*names: str, help: str, envvar: str | None = None, **more: Any) -> click.Option:
+        hidden = not at_root and "--json" not in names
+        return click.Option(
+            names,
+            help=help,
+            hidden=hidden,
+            expose_value=False,
+            callback=_note,
+            is_eager=True,
+            envvar=envvar if at_root else None,
+            show_envvar=True,
+            **more,
+        )
+
+    return [
+        option("--url", metavar="URL", envvar="PENSTOCK_URL", help="The bus: a data folder, or `mem:`. Default: ./data."),
+        option("--config", metavar="FILE", envvar="PENSTOCK_CONFIG", help="Settings file in TOML."),
+        option("--set", "sets", metavar="KEY=VALUE", multiple=True, help="One setting, such as durability.fsync=never; repeat as needed."),
+        option("--json", is_flag=True, help="Print JSON, one object per line."),
+        option("-v", "--verbose", is_flag=True, help="Show the traceback of an error."),
+    ]  # fmt: skip
+
+
+class Leaf(click.Command):
+    """A command that does something; takes the global options behind its name too."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params.extend(global_options(at_root=False))
+
+
+class Noun(click.Group):
+    """A group of commands about one kind of thing."""
+
+    command_class = Leaf
+
+
+def leaf(name: str, **more: Any) -> Callable[[Callable[..., Any]], Leaf]:
+    """Declare a command that stands directly below `penstock`."""
+    return click.command(name, cls=Leaf, **more)

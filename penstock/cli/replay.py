@@ -1,0 +1,55 @@
+"""`penstock replay`: print stored events of a stretch of time or offsets."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from penstock.cli import output
+from penstock.cli.complete import complete_topic
+from penstock.cli.invocation import Invocation, leaf
+from penstock.cli.session import look
+from penstock.cli.view import FORMAT_HELP, renderer
+from penstock.cli.when import MOMENT
+
+if TYPE_CHECKING:
+    import penstock
+
+
+@leaf("replay")
+@click.argument("pattern", shell_complete=complete_topic)
+@click.option("--since", type=MOMENT, help="From this time on, or 2h ago.")
+@click.option("--until", type=MOMENT, help="Up to this time, which is not included.")
+@click.option(
+    "--from-offset", type=click.IntRange(min=0), help="From this offset of each partition on."
+)
+@click.option(
+    "--to-offset", type=click.IntRange(min=0), help="Up to this offset, which is not included."
+)
+@click.option("--partition", type=click.IntRange(min=0), help="Only this partition.")
+@click.option("--limit", type=click.IntRange(min=1), help="End after so many events.")
+@click.option("--format", "format_", default="line", metavar="FORMAT", help=FORMAT_HELP)
+@click.pass_obj
+def command(invocation: Invocation, /, pattern: str, limit: int | None, format_: str, **span: Any) -> None:  # fmt: skip
+    """Print the stored events of PATTERN, oldest first, and end.
+
+    Reads only; nothing is delivered again to anybody. A topic that does not exist is an error; a
+    pattern that matches nothing prints nothing.
+    """
+    from penstock.model.topic import is_wildcard
+
+    render = renderer(format_, json=invocation.json)
+
+    async def work(bus: penstock.Bus) -> None:
+        if not is_wildcard(pattern):
+            await bus.topics.info(pattern)  # a slip in the name must not look like an empty topic
+        left = limit
+        async for event in bus.replay(pattern, **span):
+            output.print_bytes(render(event))
+            if left is not None:
+                left -= 1
+                if left == 0:
+                    return
+
+    look(invocation, work)

@@ -1,0 +1,355 @@
+"""Admission: whether a batch may come in now, answered at once and never with silence.
+
+Every limit counts events, however they were packed. A batch is taken whole or not at all. The
+answer is ADMITTED or says which limit was reached and when to try again:
+
+    deferred    a queue is full for the moment
+    throttled   a rate or a quota is used up; `retry_after_s` says when it no longer is
+    dropped     the batch is larger than the limit itself, so that trying again cannot help
+
+docs/reference/admission.md describes each limit and how the shared one is kept fair.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from penstock.core.quota import AdmissionLimits, Bucket, TenantLimits, check_limits
+from penstock.model.errors import (
+    Deferred,
+    Dropped,
+    Rejected,
+    ReplayLimited,
+    Throttled,
+)
+
+MAX_COUNTED_TENANTS = 1_000
+"""Tenants with counters of their own; later ones share "other", so metrics stay small."""
+
+SWEEP_TENANTS = 10_000
+"""Tenants remembered before the idle ones are forgotten; each takes about 1 KB."""
+
+INGRESS_RETRY_S = 0.005
+"""When to try again after too many events waited for the disk: a commit takes about this long."""
+
+QUEUE_RETRY_S = 0.1
+"""When to try again after a queue was full: consumers empty it in batches, about this often."""
+
+STORAGE_RETRY_S = 60.0
+"""When to try again after the storage quota was full: retention frees space about this often."""
+
+INGRESS_CEILING = 2
+"""How far fair shares may carry the total above `max_global_ingress`: to twice the limit."""
+
+Kind: TypeAlias = Literal["admitted", "deferred", "throttled", "dropped"]
+Lane: TypeAlias = Literal["topic", "direct", "log"]
+_ERRORS: dict[str, type[Rejected]] = {
+    "deferred": Deferred,
+    "throttled": Throttled,
+    "dropped": Dropped,
+}
+_ADVICE = {
+    "deferred": "publish the batch again after {:.3g} s",
+    "throttled": "publish the batch again after {:.3g} s",
+    "dropped": "send smaller batches or raise the limit",
+}
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to one batch or replay; compare it with ADMITTED by identity."""
+
+    kind: Kind
+    limit: str = ""
+    tenant: str = ""
+    topic: str = ""
+    retry_after_s: float = 0.0
+
+    def error(self) -> Rejected:
+        """The error to raise for a refusal.
+
+        >>> Decision(kind="deferred", limit="max_ingress", retry_after_s=0.005).error().code
+        'rejected.deferred'
+        """
+        replay = self.limit == "replays_per_minute"
+        what = "replay" if replay else f"batch for {self.topic!r}"
+        advice = _ADVICE[self.kind].format(self.retry_after_s)
+        if replay:
+            advice = advice.replace("publish the batch", "replay")
+        return (ReplayLimited if replay else _ERRORS[self.kind])(
+            f"{what} of tenant {self.tenant!r} was {self.kind}: {self.limit} is reached; "
+            f"nothing was stored; {advice}",
+            limit=self.limit,
+            tenant=self.tenant,
+            topic=self.topic,
+            retry_after_s=self.retry_after_s,
+        )
+
+
+ADMITTED = Decision(kind="admitted")
+
+
+class _Tenant:
+    """What one tenant uses at the moment."""
+
+    __slots__ = (
+        "by_bytes",
+        "by_events",
+        "by_replays",
+        "consumers",
+        "inflight",
+        "ingress",
+        "ingress_bytes",
+        "limits",
+        "metered",
+        "queued",
+        "stored_bytes",
+        "topics",
+    )
+
+    def __init__(self, limits: TenantLimits) -> None:
+        self.ingress = self.ingress_bytes = self.queued = self.inflight = self.stored_bytes = 0
+        self.topics: dict[str, int] = {}
+        self.consumers: dict[str, int] = {}
+        self.by_events: Bucket | None = None
+        self.by_bytes: Bucket | None = None
+        self.by_replays: Bucket | None = None
+        self.adopt(limits)
+
+    def adopt(self, limits: TenantLimits) -> None:
+        """Take new limits over; what a bucket holds stays in it as far as it fits."""
+        self.limits = limits
+        self.by_events = Bucket.of(
+            self.by_events, limits.events_per_s, (limits.events_per_s or 0) * limits.burst_s
+        )
+        self.by_bytes = Bucket.of(
+            self.by_bytes, limits.bytes_per_s, (limits.bytes_per_s or 0) * limits.burst_s
+        )
+        replays = limits.replays_per_minute
+        self.by_replays = Bucket.of(
+            self.by_replays, None if replays is None else replays / 60, replays or 0
+        )
+        self.metered = not (
+            self.by_events is None and self.by_bytes is None and limits.storage_bytes is None
+        )
+
+    def idle(self, now_s: float) -> bool:
+        """Whether forgetting this tenant would change no later decision."""
+        if self.ingress or self.queued or self.inflight or self.stored_bytes:
+            return False
+        buckets = (self.by_events, self.by_bytes, self.by_replays)
+        return all(bucket is None or bucket.full(now_s) for bucket in buckets)
+
+
+class Admission:
+    """Decides what comes in, from gauges that the engine moves and the limits in force.
+
+    `now_s` is monotonic time; time that runs backwards earns nobody anything.
+
+    >>> admission = Admission(AdmissionLimits(max_global_ingress=2))
+    >>> admission.admit("acme", "orders", 2, 200, now_s=0.0) is ADMITTED
+    True
+    >>> admission.admit("acme", "orders", 1, 100, now_s=0.0).limit
+    'max_global_ingress'
+    """
+
+    def __init__(self, limits: AdmissionLimits) -> None:
+        check_limits(limits)
+        self.limits = limits
+        self.counters: dict[tuple[str, str, str], int] = {}
+        """(kind, limit, tenant) to the number of refusals."""
+        self._tenants: dict[str, _Tenant] = {}
+        self._sweep_at = SWEEP_TENANTS
+        self._counted: set[str] = set()
+        self._ingress = 0
+        self._active = 0
+
+    def reload(self, limits: AdmissionLimits) -> None:
+        """Put new limits in force at once; what is in use stays counted."""
+        check_limits(limits)
+        self.limits = limits
+        for name, tenant in self._tenants.items():
+            tenant.adopt(limits.tenants.get(name, limits.default))
+
+    def admit(
+        self,
+        tenant: str,
+        topic: str,
+        events: int,
+        size_bytes: int,
+        now_s: float,
+        lane: Lane = "topic",
+    ) -> Decision:
+        """Take a batch in, counting it as ingress until `ingress_done`, or say why not.
+
+        `lane` says where the events will wait: in the topic's dispatch queue, in the queue of a
+        direct consumer, or only in the log, which has no queue limit.
+        """
+        state = self._tenants.get(tenant)
+        if state is None:
+            state = self._remember(tenant, now_s)
+        refusal = self._full(state, topic, events, lane)
+        if refusal is None and state.metered:
+            refusal = _metered(state, events, size_bytes, now_s)
+        if refusal is not None:
+            return self._refuse(tenant, topic, *refusal)
+        if not state.ingress and events:
+            self._active += 1
+        state.ingress += events
+        state.ingress_bytes += size_bytes
+        self._ingress += events
+        return ADMITTED
+
+    def admit_replay(self, tenant: str, now_s: float) -> Decision:
+        """Let a replay start, or say why not."""
+        state = self._tenants.get(tenant) or self._remember(tenant, now_s)
+        bucket = state.by_replays
+        if bucket is None:
+            return ADMITTED
+        wait_s = bucket.wait_s(1, now_s)
+        if wait_s is None:
+            return self._refuse(tenant, "", "dropped", "replays_per_minute", 0.0)
+        if wait_s > 0:
+            return self._refuse(tenant, "", "throttled", "replays_per_minute", wait_s)
+        bucket.take(1)
+        return ADMITTED
+
+    def ingress_done(self, tenant: str, events: int, size_bytes: int) -> None:
+        """An admitted batch is on disk, or failed for good."""
+        state = self._tenant(tenant)
+        state.ingress -= events
+        state.ingress_bytes -= size_bytes
+        self._ingress -= events
+        assert state.ingress >= 0 <= state.ingress_bytes, "more ingress ended than was admitted"
+        if events and not state.ingress:
+            self._active -= 1
+
+    def queued(self, tenant: str, topic: str, events: int) -> None:
+        """Events joined the dispatch queue of a topic or of a direct consumer."""
+        state = self._tenant(tenant)
+        state.queued += events
+        _move(state.topics, topic, events)
+
+    def dispatched(self, tenant: str, topic: str, events: int) -> None:
+        """Events left that queue, towards a consumer or for good."""
+        self.queued(tenant, topic, -events)
+
+    def inflight(self, tenant: str, consumer: str, change: int) -> None:
+        """A consumer holds `change` more events, or fewer when it is negative."""
+        state = self._tenant(tenant)
+        state.inflight += change
+        _move(state.consumers, consumer, change)
+
+    def stored(self, tenant: str, change_bytes: int) -> None:
+        """The tenant's stored bytes grew by a commit, or shrank by retention."""
+        self._tenant(tenant).stored_bytes += change_bytes
+
+    def window(self, tenant: str, consumer: str, wanted: int) -> int:
+        """How many of `wanted` events may be handed to the consumer now."""
+        state = self._tenant(tenant)
+        if state.limits.max_inflight is not None:
+            free = state.limits.max_inflight - state.inflight
+        elif self.limits.max_inflight_per_consumer is not None:
+            free = self.limits.max_inflight_per_consumer - state.consumers.get(consumer, 0)
+        else:
+            return wanted
+        return max(0, min(wanted, free))
+
+    def _full(
+        self, state: _Tenant, topic: str, events: int, lane: Lane
+    ) -> tuple[Kind, str, float] | None:
+        limits, own = self.limits, state.limits
+        cap = own.max_ingress
+        if cap is not None and state.ingress + events > cap:
+            return _over(events, cap, "max_ingress", INGRESS_RETRY_S)
+        cap = limits.max_global_ingress
+        if cap is not None and self._ingress + events > cap:
+            share = cap // (self._active + (not state.ingress))
+            within = self._ingress + events <= INGRESS_CEILING * cap
+            if not (within and state.ingress + events <= share):
+                return _over(events, cap, "max_global_ingress", INGRESS_RETRY_S)
+        if lane == "log":
+            return None
+        if own.max_queued is not None:
+            cap, name, waiting = own.max_queued, "max_queued", state.queued
+        elif lane == "direct":
+            cap, name, waiting = limits.max_queued_direct, "max_queued_direct", -1
+        else:
+            cap, name, waiting = limits.max_per_topic_queue, "max_per_topic_queue", -1
+        if cap is None:
+            return None
+        if waiting < 0:
+            waiting = state.topics.get(topic, 0)
+        if waiting + events > cap:
+            return _over(events, cap, name, QUEUE_RETRY_S)
+        return None
+
+    def _refuse(
+        self, tenant: str, topic: str, kind: Kind, limit: str, retry_after_s: float
+    ) -> Decision:
+        counted = self._counted
+        if tenant not in counted and len(counted) < MAX_COUNTED_TENANTS:
+            counted.add(tenant)
+        key = (kind, limit, tenant if tenant in counted else "other")
+        self.counters[key] = self.counters.get(key, 0) + 1
+        return Decision(
+            kind=kind, limit=limit, tenant=tenant, topic=topic, retry_after_s=retry_after_s
+        )
+
+    def _tenant(self, name: str) -> _Tenant:
+        state = self._tenants.get(name)
+        if state is None:
+            state = _Tenant(self.limits.tenants.get(name, self.limits.default))
+            self._tenants[name] = state
+        return state
+
+    def _remember(self, name: str, now_s: float) -> _Tenant:
+        if len(self._tenants) >= self._sweep_at:
+            self._tenants = {
+                other: state for other, state in self._tenants.items() if not state.idle(now_s)
+            }
+            # Doubling keeps the cost of sweeping small when most tenants really are busy.
+            self._sweep_at = max(SWEEP_TENANTS, 2 * len(self._tenants))
+        return self._tenant(name)
+
+
+def _metered(
+    state: _Tenant, events: int, size_bytes: int, now_s: float
+) -> tuple[Kind, str, float] | None:
+    """Check rates and storage, and take from the buckets only when all of them agree."""
+    quota = state.limits.storage_bytes
+    if quota is not None and state.stored_bytes + state.ingress_bytes + size_bytes > quota:
+        if size_bytes > quota:
+            return "dropped", "storage_bytes", 0.0
+        return "throttled", "storage_bytes", STORAGE_RETRY_S
+    worst: tuple[Kind, str, float] | None = None
+    for bucket, amount, name in (
+        (state.by_events, events, "events_per_s"),
+        (state.by_bytes, size_bytes, "bytes_per_s"),
+    ):
+        wait_s = 0.0 if bucket is None else bucket.wait_s(amount, now_s)
+        if wait_s is None:
+            return "dropped", name, 0.0
+        if wait_s > 0 and (worst is None or wait_s > worst[2]):
+            worst = ("throttled", name, wait_s)
+    if worst is None:
+        if state.by_events is not None:
+            state.by_events.take(events)
+        if state.by_bytes is not None:
+            state.by_bytes.take(size_bytes)
+    return worst
+
+
+def _over(events: int, cap: int, name: str, retry_after_s: float) -> tuple[Kind, str, float]:
+    return ("dropped", name, 0.0) if events > cap else ("deferred", name, retry_after_s)
+
+
+def _move(gauges: dict[str, int], name: str, change: int) -> None:
+    """Change a gauge, keeping only those above zero so that the table cannot grow for ever."""
+    value = gauges.get(name, 0) + change
+    assert value >= 0, f"more left {name!r} than ever entered"
+    if value:
+        gauges[name] = value
+    else:
+        gauges.pop(name, None)

@@ -1,0 +1,478 @@
+"""The delivery machine: one queue group, from the first lease to ack or dead letter.
+
+Pure: offsets, members and the time come in; leases, journal entries and doomed events come out.
+Nothing here reads an event, a file or a clock. The owner writes `drain()` to the journal and only
+then hands the leases to the members, so an attempt is counted before anybody sees it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from penstock.core.entry import FIRST_FENCE, Acked, Entry, GroupSpec, Leased, Retried
+from penstock.core.holdback import MAX_HELD_EVENTS, PRIORITY_WINDOW_EVENTS, KeyGate, Priorities
+from penstock.core.lease import (
+    ACKED,
+    EXPIRED,
+    FENCED,
+    NACKED,
+    OUT,
+    REJECTED,
+    RETURNED,
+    Doomed,
+    Lane,
+    Lease,
+    Member,
+    Run,
+)
+from penstock.core.ledger import Ledger
+
+# Largest run under one lease: big enough that leases are rare, small enough to share among members.
+MAX_LEASE_EVENTS = 1_024
+
+Peek = Callable[[Lane, int, int], Sequence[bytes | None] | Sequence[int] | None]
+
+
+class QueueGroup:
+    """The machine of one group in queue mode.
+
+    >>> group = QueueGroup("billing", GroupSpec(patterns=("orders",)))
+    >>> lane = group.lane("orders", 0, cursor=0, end=2)
+    >>> member = group.join("worker-1", max_inflight=10)
+    >>> lease, = group.dispatch(now=0.0)
+    >>> lease.hand(0, 30.0); lease.hand(1, 30.0)
+    >>> group.ack(lease, 0, now=1.0)
+    >>> group.nack(lease, 1, now=1.0)
+    >>> [type(entry).__name__ for entry in group.drain()]
+    ['Leased', 'Retried', 'Acked']
+    >>> group.next_due()
+    1.1
+    """
+
+    def __init__(self, name: str, spec: GroupSpec, *, fence: int = FIRST_FENCE) -> None:
+        self.name = name
+        self.spec = spec
+        self.fence = fence
+        self.lanes: dict[tuple[str, int], Lane] = {}
+        self.members: dict[str, Member] = {}
+        self.doomed: list[Doomed] = []
+        """Events out of attempts or rejected; the owner buries them and says `buried`."""
+        self.peek_keys: Peek = lambda lane, start, count: None
+        self.peek_priorities: Peek = lambda lane, start, count: None
+        self.starved: Run | None = None
+        """A run whose keys or priorities must be loaded before dispatch can go on."""
+        self.leases: dict[int, Lease] = {}
+        self._entries: list[Entry] = []
+        self._dirty: dict[int, Lease] = {}
+        self._turn: deque[Member] = deque()
+        self._work: deque[Lane] = deque()
+        self._ready: deque[Run] = deque()
+        self._unseen: deque[Run] = deque()
+        self._retries: list[tuple[float, int, Run]] = []
+        self._retry_number = 0
+        self._checks: list[tuple[float, int]] = []
+        self._dying: dict[tuple[Lane, int], int] = {}
+        self._gate = KeyGate() if spec.order == "key" else None
+        self._priorities = Priorities()
+
+    # -- what comes in -------------------------------------------------------------------------
+
+    def lane(self, topic: str, partition: int, *, cursor: int, end: int) -> Lane:
+        """Start serving a partition from `cursor`."""
+        lane = self.lanes[topic, partition] = Lane(topic, partition, cursor, end)
+        self._queue(lane)
+        return lane
+
+    def arrived(self, lane: Lane, end: int, *, prioritised: bool = False) -> None:
+        """Events up to `end` may be handed out."""
+        lane.end = max(lane.end, end)
+        lane.prioritised = lane.prioritised or prioritised
+        self._queue(lane)
+
+    def _queue(self, lane: Lane) -> None:
+        if not lane.queued and lane.cursor < lane.end:
+            lane.queued = True
+            self._work.append(lane)
+
+    def join(self, member_id: str, max_inflight: int) -> Member:
+        """A consumer offers to hold up to `max_inflight` events."""
+        member = self.members[member_id] = Member(member_id, max_inflight)
+        self._turn.append(member)
+        return member
+
+    def leave(self, member_id: str, now: float) -> None:
+        """A consumer goes; what it held returns. Only what it was handed costs an attempt."""
+        member = self.members.pop(member_id)
+        self._turn.remove(member)
+        for lease in list(member.leases.values()):
+            handed = len(lease.deadlines)
+            for index in range(lease.count):
+                if lease.states[index] != OUT:
+                    continue
+                if index < handed:
+                    self._fail(lease, index, RETURNED, now, 0.0, "the consumer left")
+                else:
+                    self._close(lease, index, RETURNED)
+                    self._again(
+                        Run(lease.lane, lease.start + index, 1, lease.attempt - 1), now, 0.0
+                    )
+
+    def ack(self, lease: Lease, index: int, now: float) -> None:
+        """An event is done."""
+        self._check(lease, index, now)
+        lease.dirty.append(index)
+        self._dirty[lease.fence] = lease
+        self._close(lease, index, ACKED)
+        self._settled(lease.lane, lease.start + index)
+
+    def ack_now(self, lease: Lease, index: int, now: float) -> Acked:
+        """The same, for a transaction: the entry is returned instead of waiting for `drain`."""
+        self._check(lease, index, now)
+        self._close(lease, index, ACKED)
+        self._settled(lease.lane, lease.start + index)
+        return Acked(self.name, lease.lane.topic, lease.lane.partition, [lease.start + index, 1])
+
+    def check(self, lease: Lease, index: int, now: float) -> None:
+        """Raise what settling this event now would raise."""
+        self._check(lease, index, now)
+
+    def nack(
+        self,
+        lease: Lease,
+        index: int,
+        now: float,
+        delay_s: float | None = None,
+        reason: str = "nacked",
+    ) -> None:
+        """An event failed: again after `delay_s` or the ladder's step, or dead when out of attempts."""
+        self._check(lease, index, now)
+        self._fail(lease, index, NACKED, now, delay_s, reason)
+
+    def reject(self, lease: Lease, index: int, now: float, reason: str = "rejected") -> None:
+        """An event is hopeless: dead without further attempts."""
+        self._check(lease, index, now)
+        self._close(lease, index, REJECTED)
+        self._doom(lease.lane, lease.start + index, lease.attempt, reason)
+
+    def extend(self, lease: Lease, index: int, now: float, seconds: float | None = None) -> None:
+        """The member is still at work on an event."""
+        self._check(lease, index, now)
+        if index < len(lease.deadlines):
+            lease.deadlines[index] = now + (self.spec.lease_s if seconds is None else seconds)
+
+    def buried(self, lane: Lane, offset: int) -> None:
+        """A doomed event is stored among the dead letters."""
+        self._dying.pop((lane, offset), None)
+        self._settled(lane, offset)
+
+    def withdraw(self, lane: Lane, offset: int) -> None:
+        """An event is settled by an operator: whoever holds it may no longer settle it."""
+        for lease in list(self.leases.values()):
+            index = offset - lease.start
+            if lease.lane is lane and 0 <= index < lease.count and lease.states[index] == OUT:
+                self._close(lease, index, REJECTED)
+        self._retries = [item for item in self._retries if not _holds(item[2], lane, offset)]
+        heapq.heapify(self._retries)
+        self._ready = deque(part for run in self._ready for part in _without(run, lane, offset))
+        self._unseen = deque(part for run in self._unseen for part in _without(run, lane, offset))
+        self._settled(lane, offset)
+
+    def again(self, lane: Lane, offset: int, now: float) -> None:
+        """A dead letter comes back with a fresh budget."""
+        self._again(Run(lane, offset, 1, 0), now, 0.0)
+
+    def reset(self, lane: Lane, offset: int) -> None:
+        """Read a lane from elsewhere; everything held of it is void."""
+        for lease in [lease for lease in self.leases.values() if lease.lane is lane]:
+            for index in range(lease.count):
+                if lease.states[index] == OUT:
+                    self._close(lease, index, FENCED)
+            self._dirty.pop(lease.fence, None)
+        self._retries = [item for item in self._retries if item[2].lane is not lane]
+        heapq.heapify(self._retries)
+        self._ready = deque(run for run in self._ready if run.lane is not lane)
+        self._unseen = deque(run for run in self._unseen if run.lane is not lane)
+        self._dying = {place: made for place, made in self._dying.items() if place[0] is not lane}
+        self.doomed = [doomed for doomed in self.doomed if doomed.lane is not lane]
+        if self.starved is not None and self.starved.lane is lane:
+            self.starved = None
+        self._priorities.forget(lane)
+        if self._gate is not None:
+            self._gate.forget(lane)
+        lane.cursor = offset
+        self._queue(lane)
+
+    # -- what goes out -------------------------------------------------------------------------
+
+    def dispatch(self, now: float) -> list[Lease]:
+        """Leases for the members that have credit; hand them over after `drain()` is durable."""
+        self._tick(now)
+        leases: list[Lease] = []
+        while (member := self._next_member()) is not None:
+            run = self._next_run(self._share(member))
+            if run is None:
+                break
+            leases.append(self._lease(run, member, now))
+        return leases
+
+    def drain(self) -> list[Entry]:
+        """Everything that happened since the last call, to be written to the journal."""
+        entries = self._entries
+        for lease in self._dirty.values():
+            lane = lease.lane
+            entries.append(Acked(self.name, lane.topic, lane.partition, lease.acked_runs()))
+        self._entries, self._dirty = [], {}
+        return entries
+
+    def has_news(self) -> bool:
+        """Whether `drain` would return anything."""
+        return bool(self._entries or self._dirty)
+
+    def next_due(self) -> float | None:
+        """When `dispatch` should be called even if nothing happens."""
+        times = [heap[0][0] for heap in (self._retries, self._checks) if heap]
+        return min(times) if times else None
+
+    def outstanding(self) -> int:
+        """Events handed out or waiting for another attempt."""
+        return sum(run.count for run in self._unsettled())
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _tick(self, now: float) -> None:
+        while self._retries and self._retries[0][0] <= now:
+            self._ready.append(heapq.heappop(self._retries)[2])
+        while self._checks and self._checks[0][0] <= now:
+            fence = heapq.heappop(self._checks)[1]
+            lease = self.leases.get(fence)
+            if lease is None:
+                continue
+            for index in lease.expiring(now):
+                self._fail(lease, index, EXPIRED, now, None, "the lease ran out")
+            if lease.open:
+                due = lease.next_deadline()
+                heapq.heappush(
+                    self._checks, (now + self.spec.lease_s if due is None else due, fence)
+                )
+
+    def _next_member(self) -> Member | None:
+        if self.spec.order == "single":
+            first = next(iter(self.members.values()), None)
+            return first if first is not None and first.inflight < first.max_inflight else None
+        for _ in range(len(self._turn)):
+            member = self._turn[0]
+            self._turn.rotate(-1)
+            if member.inflight < member.max_inflight:
+                return member
+        return None
+
+    def _share(self, member: Member) -> int:
+        """What one member takes at a time: all it has credit for, unless others want some too."""
+        credit = min(member.max_inflight - member.inflight, MAX_LEASE_EVENTS)
+        if len(self.members) == 1 or self.spec.order == "single":
+            return credit
+        waiting = sum(lane.end - lane.cursor for lane in self._work)
+        return max(1, min(credit, waiting // len(self.members)))
+
+    def _next_run(self, limit: int) -> Run | None:
+        if self._gate is not None:
+            self._fill_gate(limit)
+        if self._ready:
+            return _cut(self._ready, limit)
+        run = self._next_urgent(limit)
+        return run if run is not None else self._pull(limit)
+
+    def _next_urgent(self, limit: int) -> Run | None:
+        while self.starved is None and len(self._priorities) < PRIORITY_WINDOW_EVENTS:
+            lane = next((lane for lane in self._work if lane.prioritised), None)
+            if lane is None:
+                break
+            run = self._advance(lane, PRIORITY_WINDOW_EVENTS)
+            if not self._compare(run):
+                break
+        return self._priorities.pop(limit)
+
+    def _compare(self, run: Run) -> bool:
+        priorities = self.peek_priorities(run.lane, run.start, run.count)
+        if priorities is None:
+            self.starved = run
+            return False
+        self._priorities.offer(run.lane, run.start, run.made, priorities)  # type: ignore[arg-type]
+        return True
+
+    def _fill_gate(self, wanted: int) -> None:
+        assert self._gate is not None
+        ready = sum(run.count for run in self._ready)
+        while ready < wanted and self._gate.held < MAX_HELD_EVENTS and self.starved is None:
+            run = self._pull(MAX_LEASE_EVENTS)
+            if run is None:
+                return
+            ready += self._through_gate(run)
+
+    def _through_gate(self, run: Run) -> int:
+        assert self._gate is not None
+        keys = self.peek_keys(run.lane, run.start, run.count)
+        if keys is None:
+            self.starved = run
+            return 0
+        free = self._gate.offer(run.lane, run.start, run.made, keys)  # type: ignore[arg-type]
+        self._ready += free
+        return sum(each.count for each in free)
+
+    def loaded(self) -> None:
+        """What `starved` asked for can be peeked at now."""
+        run, self.starved = self.starved, None
+        if run is None:
+            return
+        if self._gate is not None:
+            self._through_gate(run)
+        else:
+            self._compare(run)
+
+    def _pull(self, limit: int) -> Run | None:
+        """The next events that were never handed out (or came back from recovery)."""
+        if self._unseen:
+            return _cut(self._unseen, limit)
+        for lane in self._work:
+            # Prioritised lanes wait in `_priorities`, or for their priorities to be loaded.
+            if self._gate is not None or not lane.prioritised:
+                return self._advance(lane, limit)
+        return None
+
+    def _advance(self, lane: Lane, limit: int) -> Run:
+        run = Run(lane, lane.cursor, min(limit, lane.end - lane.cursor), 0)
+        lane.cursor += run.count
+        self._work.remove(lane)
+        lane.queued = False
+        self._queue(lane)  # at the back: lanes take turns
+        return run
+
+    def _lease(self, run: Run, member: Member, now: float) -> Lease:
+        lease = Lease(self.fence, run, member)
+        self.fence += 1
+        self.leases[lease.fence] = member.leases[lease.fence] = lease
+        member.inflight += run.count
+        heapq.heappush(self._checks, (now + self.spec.lease_s, lease.fence))
+        lane = run.lane
+        self._entries.append(
+            Leased(self.name, lane.topic, lane.partition, run.start, run.count, lease.attempt,
+                   lease.fence, member.id)
+        )  # fmt: skip
+        return lease
+
+    def _check(self, lease: Lease, index: int, now: float) -> None:
+        if lease.states[index] == OUT:
+            if index >= len(lease.deadlines) or now < lease.deadlines[index]:
+                return
+            self._fail(lease, index, EXPIRED, now, None, "the lease ran out")
+        raise lease.refusal(index)
+
+    def _close(self, lease: Lease, index: int, state: int) -> None:
+        lease.states[index] = state
+        lease.open -= 1
+        lease.member.inflight -= 1
+        if not lease.open:
+            del self.leases[lease.fence]
+            lease.member.leases.pop(lease.fence, None)
+
+    def _fail(
+        self, lease: Lease, index: int, state: int, now: float, delay_s: float | None, reason: str
+    ) -> None:
+        self._close(lease, index, state)
+        offset = lease.start + index
+        if self.spec.retry.exhausted(lease.attempt):
+            self._doom(lease.lane, offset, lease.attempt, reason)
+            return
+        delay = self.spec.retry.delay_s(lease.attempt) if delay_s is None else delay_s
+        self._again(Run(lease.lane, offset, 1, lease.attempt), now, delay)
+
+    def _again(self, run: Run, now: float, delay_s: float) -> None:
+        lane = run.lane
+        self._entries.append(
+            Retried(self.name, lane.topic, lane.partition, run.start, run.count, run.made,
+                    round(delay_s * 1_000))
+        )  # fmt: skip
+        self._retry_number += 1
+        heapq.heappush(self._retries, (now + delay_s, self._retry_number, run))
+
+    def _doom(self, lane: Lane, offset: int, attempts: int, reason: str) -> None:
+        self._dying[lane, offset] = attempts
+        self.doomed.append(Doomed(lane, offset, attempts, reason))
+
+    def _settled(self, lane: Lane, offset: int) -> None:
+        if self._gate is not None:
+            following = self._gate.settled(lane, offset)
+            if following is not None:
+                self._ready.append(following)
+
+    # -- snapshot and recovery -------------------------------------------------------------------
+
+    def _unsettled(self) -> Iterable[Run]:
+        for lease in self.leases.values():
+            for index in range(lease.count):
+                if lease.states[index] == OUT:
+                    yield Run(lease.lane, lease.start + index, 1, lease.attempt)
+        for (lane, offset), attempts in self._dying.items():
+            yield Run(lane, offset, 1, attempts)
+        yield from self._ready
+        yield from self._unseen
+        yield from self._priorities.waiting()
+        if self._gate is not None:
+            yield from self._gate.waiting()
+        if self.starved is not None:
+            yield self.starved
+        for _, _, run in self._retries:
+            yield run
+
+    def ledgers(self, now: float) -> dict[tuple[str, int], Ledger]:
+        """What each lane owes, for a snapshot; the same as replaying every entry would give."""
+        waits = {id(run): due - now for due, _, run in self._retries}
+        ledgers = {place: Ledger(lane.cursor) for place, lane in self.lanes.items()}
+        for run in sorted(self._unsettled(), key=lambda run: run.start):
+            delay_ms = max(0, round(waits.get(id(run), 0.0) * 1_000))
+            ledger = ledgers[run.lane.topic, run.lane.partition]
+            ledger.retried(run.start, run.count, run.made, delay_ms)
+        return ledgers
+
+    def restore(self, topic: str, partition: int, ledger: Ledger, end: int, now: float) -> Lane:
+        """Take up a lane where a ledger says it stood."""
+        lane = self.lane(topic, partition, cursor=ledger.high, end=max(end, ledger.high))
+        for run in ledger.open():
+            if self.spec.retry.exhausted(run.made):
+                for offset in range(run.start, run.stop):
+                    self._doom(lane, offset, run.made, "out of attempts when the bus stopped")
+                continue
+            again = Run(lane, run.start, run.stop - run.start, run.made)
+            if self._gate is not None:
+                self._unseen.append(again)  # in offset order, so that keys keep theirs
+            elif run.delay_ms:
+                self._retry_number += 1
+                due = now + run.delay_ms / 1_000
+                heapq.heappush(self._retries, (due, self._retry_number, again))
+            else:
+                self._ready.append(again)
+        return lane
+
+
+def _cut(queue: deque[Run], limit: int) -> Run:
+    """Take at most `limit` events from the front of a queue of runs."""
+    run = queue.popleft()
+    if run.count > limit:
+        queue.appendleft(run._replace(start=run.start + limit, count=run.count - limit))
+        run = run._replace(count=limit)
+    return run
+
+
+def _holds(run: Run, lane: Lane, offset: int) -> bool:
+    return run.lane is lane and run.start <= offset < run.start + run.count
+
+
+def _without(run: Run, lane: Lane, offset: int) -> list[Run]:
+    """A run with one event cut out of it."""
+    if not _holds(run, lane, offset):
+        return [run]
+    before = run._replace(count=offset - run.start)
+    after = run._replace(start=offset + 1, count=run.start + run.count - offset - 1)
+    return [part for part in (before, after) if part.count]

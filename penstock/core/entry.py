@@ -1,0 +1,212 @@
+"""Entries: every change of state as a value, the way it is written to the journal.
+
+Replaying entries in order rebuilds the state; nothing else changes it. Durations, never deadlines,
+are stored, so a clock that jumped while the process was down moves nothing.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.core.retry import Retry
+
+FIRST_FENCE = 1
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False, omit_defaults=False):
+    """One change; subclasses say which."""
+
+
+class TopicSpec(msgspec.Struct, frozen=True):
+    """What is configured for one topic; None means the bus-wide setting."""
+
+    partitions: int = 1
+    retention_age_s: float | None = None
+    retention_bytes: int | None = None
+    write_once: bool | None = None
+    ephemeral: bool = False
+    """Belongs to one connection and goes with it: reply inboxes."""
+    floors: tuple[int, ...] = ()
+    """Offsets below these belong to a deleted topic of the same name, one for each partition."""
+
+
+class GroupSpec(msgspec.Struct, frozen=True):
+    """What a consumer group reads and how it is served."""
+
+    patterns: tuple[str, ...]
+    mode: str = "queue"
+    order: str = "any"
+    retry: Retry = Retry()
+    lease_s: float = 30.0
+    filter: dict[str, str] = {}
+    start: str = "earliest"
+    ephemeral: bool = False
+    assignment: str = "sticky"
+
+
+class TopicPut(Entry, frozen=True, tag="topic"):
+    """A topic was made or its configuration changed."""
+
+    topic: str
+    spec: TopicSpec
+
+
+class TopicGone(Entry, frozen=True, tag="topic-gone"):
+    """A topic was deleted; `ends` are the offsets a topic of that name would go on with."""
+
+    topic: str
+    ends: tuple[int, ...]
+
+
+class GroupPut(Entry, frozen=True, tag="group"):
+    """A group was made or its specification changed."""
+
+    group: str
+    spec: GroupSpec
+
+
+class GroupGone(Entry, frozen=True, tag="group-gone"):
+    """A group was deleted, with all its cursors."""
+
+    group: str
+
+
+class LaneSet(Entry, frozen=True, tag="lane"):
+    """A group starts reading a partition at `offset`: first sight, or a reset."""
+
+    group: str
+    topic: str
+    partition: int
+    offset: int
+
+
+class Leased(Entry, frozen=True, tag="leased"):
+    """Events are handed to a member; written before they are."""
+
+    group: str
+    topic: str
+    partition: int
+    start: int
+    count: int
+    attempt: int
+    fence: int
+    member: str
+
+
+class Acked(Entry, frozen=True, tag="acked"):
+    """Events are done: start and count of each run, one after another."""
+
+    group: str
+    topic: str
+    partition: int
+    runs: list[int]
+
+
+class Retried(Entry, frozen=True, tag="retried"):
+    """Events come again after `delay_ms`; `made` attempts count against the budget."""
+
+    group: str
+    topic: str
+    partition: int
+    start: int
+    count: int
+    made: int
+    delay_ms: int
+
+
+class Dead(Entry, frozen=True, tag="dead"):
+    """An event became a dead letter, stored at `stored` of the tenant's dead-letter topic."""
+
+    id: str
+    group: str
+    topic: str
+    partition: int
+    offset: int
+    tenant: str
+    attempts: int
+    reason: str
+    at_us: int
+    stored: int
+
+
+class DeadReplayed(Entry, frozen=True, tag="dead-replayed"):
+    """A dead letter goes back to its group, with a new budget."""
+
+    id: str
+
+
+class DeadPurged(Entry, frozen=True, tag="dead-purged"):
+    """A dead letter left the view; its event stays in the log."""
+
+    id: str
+
+
+class Committed(Entry, frozen=True, tag="committed"):
+    """A log group has read a partition up to `offset`."""
+
+    group: str
+    topic: str
+    partition: int
+    offset: int
+    generation: int
+
+
+class Delayed(Entry, frozen=True, tag="delayed"):
+    """Stored events wait for their time: offset and due time of each, one after another."""
+
+    pairs: list[int]
+
+
+class Fired(Entry, frozen=True, tag="fired"):
+    """Delayed events were published."""
+
+    offsets: list[int]
+
+
+class RecurringPut(Entry, frozen=True, tag="recurring"):
+    """A recurring event was defined or moved to its next time."""
+
+    id: str
+    definition: bytes
+
+
+class RecurringGone(Entry, frozen=True, tag="recurring-gone"):
+    """A recurring event was removed."""
+
+    id: str
+
+
+class Audited(Entry, frozen=True, tag="audited"):
+    """An operator's action; copied from here into the audit chain."""
+
+    at_us: int
+    actor: str
+    operation: str
+    targets: list[str]
+    reason: str
+    prior: dict[str, str | int | None]
+    result: dict[str, str | int | None]
+
+
+AnyEntry = (
+    TopicPut | TopicGone | GroupPut | GroupGone | LaneSet | Leased | Acked | Retried | Dead
+    | DeadReplayed | DeadPurged | Committed | Delayed | Fired | RecurringPut | RecurringGone
+    | Audited
+)  # fmt: skip
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(list[AnyEntry])
+
+
+def encode_entries(entries: list[Entry]) -> bytes:
+    """Entries as the body of a control frame.
+
+    >>> decode_entries(encode_entries([Acked("billing", "orders", 0, [5, 3])]))
+    [Acked(group='billing', topic='orders', partition=0, runs=[5, 3])]
+    """
+    return _encoder.encode(entries)
+
+
+def decode_entries(body: bytes | memoryview) -> list[AnyEntry]:
+    """The entries of a control frame."""
+    return _decoder.decode(body)

@@ -1,0 +1,150 @@
+"""Lease: the right of one member to work on a run of events, and what became of each of them."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from penstock.model.errors import AlreadySettled, DeliveryError, Fenced, LeaseExpired
+
+OUT = 0  # handed to a member, not settled: row T5's "dispatched"
+ACKED = 1
+NACKED = 2
+EXPIRED = 3
+REJECTED = 4
+RETURNED = 5  # the member left
+FENCED = 6  # the group was reset under it
+STATES = ("dispatched", "acked", "nacked", "expired", "rejected", "returned", "fenced")
+
+
+class Lane:
+    """One partition as one group sees it."""
+
+    __slots__ = ("cursor", "end", "partition", "prioritised", "queued", "topic")
+
+    def __init__(self, topic: str, partition: int, cursor: int, end: int) -> None:
+        self.topic = topic
+        self.partition = partition
+        self.cursor = cursor
+        """The next offset that was never handed out."""
+        self.end = end
+        """Behind the last event that may be handed out."""
+        self.queued = False
+        self.prioritised = False
+
+    def __repr__(self) -> str:
+        return f"Lane({self.topic}/{self.partition} {self.cursor}..{self.end})"
+
+
+class Run(NamedTuple):
+    """Consecutive events of a lane with the same number of attempts behind them."""
+
+    lane: Lane
+    start: int
+    count: int
+    made: int
+
+
+class Doomed(NamedTuple):
+    """An event on its way to the dead letters."""
+
+    lane: Lane
+    offset: int
+    attempts: int
+    reason: str
+
+
+class Member:
+    """A consumer in a group, with the credit it gave."""
+
+    __slots__ = ("id", "inflight", "leases", "max_inflight")
+
+    def __init__(self, member_id: str, max_inflight: int) -> None:
+        self.id = member_id
+        self.max_inflight = max_inflight
+        self.inflight = 0
+        self.leases: dict[int, Lease] = {}
+
+
+class Lease:
+    """A run of events held by one member. Its number, the fence, only ever grows in a group."""
+
+    __slots__ = (
+        "attempt", "count", "deadlines", "dirty", "fence", "lane", "member", "open", "start", "states"
+    )  # fmt: skip
+
+    def __init__(self, fence: int, run: Run, member: Member) -> None:
+        self.fence = fence
+        self.lane = run.lane
+        self.start = run.start
+        self.count = run.count
+        self.attempt = run.made + 1
+        self.member = member
+        self.states = bytearray(run.count)
+        self.open = run.count
+        self.deadlines: list[float] = []
+        """When each event handed to the consumer so far must be settled; handed out in order."""
+        self.dirty: list[int] = []
+        """Acked since the last journal entry about this lease."""
+
+    def hand(self, index: int, deadline: float) -> None:
+        """The consumer got an event; until then it cannot expire."""
+        deadlines = self.deadlines
+        if len(deadlines) < index:
+            deadlines += [math.inf] * (index - len(deadlines))
+        deadlines.append(deadline)
+
+    def expiring(self, now: float) -> list[int]:
+        """Indices whose time is up."""
+        states = self.states
+        return [
+            index
+            for index, deadline in enumerate(self.deadlines)
+            if deadline <= now and states[index] == OUT
+        ]
+
+    def next_deadline(self) -> float | None:
+        """When the next event of this lease runs out, if any is being worked on."""
+        states = self.states
+        pending = [d for index, d in enumerate(self.deadlines) if states[index] == OUT]
+        return min(pending) if pending else None
+
+    def acked_runs(self) -> list[int]:
+        """Start and count of each run acked since the last call."""
+        dirty = self.dirty
+        self.dirty = []
+        if len(dirty) == self.count:
+            return [self.start, self.count]
+        dirty.sort()
+        runs: list[int] = []
+        first = previous = dirty[0]
+        for index in dirty[1:]:
+            if index != previous + 1:
+                runs += (self.start + first, previous + 1 - first)
+                first = index
+            previous = index
+        runs += (self.start + first, previous + 1 - first)
+        return runs
+
+    def refusal(self, index: int) -> DeliveryError:
+        """Why an event that is no longer out cannot be settled."""
+        state = self.states[index]
+        where = f"{self.lane.topic}/{self.lane.partition}/{self.start + index}"
+        if state in (EXPIRED, RETURNED):
+            return LeaseExpired(
+                f"the lease on {where} ran out; the event is or will be delivered again. Make the "
+                "effect idempotent, extend() long work, or raise lease_s",
+                id=where,
+                fence=self.fence,
+            )
+        if state == FENCED:
+            return Fenced(
+                f"the group was reset, lease {self.fence} on {where} no longer counts; drop the work",
+                id=where,
+                fence=self.fence,
+            )
+        return AlreadySettled(
+            f"{where} was already {STATES[state]}; settle each delivery once",
+            id=where,
+            state=STATES[state],
+        )

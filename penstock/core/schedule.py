@@ -1,0 +1,364 @@
+"""When events are delivered: durations, times, timers, delayed events and recurring ones.
+
+Everything here is a machine: the wall clock comes in as microseconds since 1970 in UTC, and what
+is due comes out. Snapshots are plain data that the log stores beside its other state.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from penstock.core.cron import Cron, parse_cron
+from penstock.core.timers import Timers
+from penstock.model.errors import Deferred, InvalidSchedule, UnknownSchedule
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+MAX_DURATION_US = 100 * 366 * 86_400 * 1_000_000
+"""The longest duration, a century: longer ones are slips of a unit."""
+
+MIN_EVERY_US = 1_000
+"""The shortest period of a recurring event, 1 ms: an event loop cannot keep a finer one."""
+
+MAX_EPOCH_S = 100_000_000_000
+"""Numbers above this (the year 5138) are milliseconds passed as seconds."""
+
+MAX_SCHEDULED = 10_000_000
+"""Delayed events held at once. One takes about 200 bytes of memory, so these take 2 GB: a fuse
+against a runaway producer, to be lowered where memory is short."""
+
+MAX_RECURRING = 10_000
+"""Recurring definitions; all of them due in one second is still a small batch."""
+
+DELAYED_RETRY_S = 1.0
+"""How long a producer waits when the limit is reached: room appears as events fall due."""
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MICROSECOND = timedelta(microseconds=1)
+_UNITS_US = {
+    "us": 1,
+    "ms": 1_000,
+    "s": 1_000_000,
+    "m": 60_000_000,
+    "h": 3_600_000_000,
+    "d": 86_400_000_000,
+    "w": 604_800_000_000,
+}
+_PART = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)(us|ms|s|m|h|d|w)")
+
+
+def parse_duration(value: str | int | float | timedelta) -> int:
+    """Turn "90s", "1h30m", a number of seconds or a timedelta into microseconds.
+
+    >>> parse_duration("1h30m"), parse_duration(0.25)
+    (5400000000, 250000)
+    """
+    if isinstance(value, str):
+        text = value.replace(" ", "")
+        parts = _PART.findall(text)
+        if not parts or "".join(number + unit for number, unit in parts) != text:
+            raise _invalid(value, "it is no duration; write it like 250ms, 90s, 5m, 1h30m or 2d")
+        us = sum(round(float(number) * _UNITS_US[unit]) for number, unit in parts)
+    elif isinstance(value, timedelta):
+        us = value // _MICROSECOND
+    elif isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise _invalid(value, "it is no duration; pass text, seconds or a timedelta")
+    else:
+        us = round(value * 1_000_000)
+    if not 0 <= us <= MAX_DURATION_US:
+        raise _invalid(value, "durations run from 0 to 100 years")
+    return us
+
+
+def parse_every(value: str | int | float | timedelta) -> int:
+    """The period of a recurring event in microseconds, at least a millisecond.
+
+    >>> parse_every("90s")
+    90000000
+    """
+    us = parse_duration(value)
+    if us < MIN_EVERY_US:
+        raise _invalid(value, "a period is at least 1 ms")
+    return us
+
+
+def parse_when(value: datetime | str | int | float) -> int:
+    """Turn a moment into microseconds since 1970 in UTC: aware datetime, ISO 8601 or epoch seconds.
+
+    >>> parse_when("2026-01-01T00:00:00Z") == parse_when(1767225600)
+    True
+    """
+    if isinstance(value, str):
+        try:
+            moment = datetime.fromisoformat(value.strip())
+        except ValueError:
+            why = "it is no ISO 8601 time such as 2026-01-31T09:00:00Z; for a duration pass delay="
+            raise _invalid(value, why) from None
+    elif isinstance(value, datetime):
+        moment = value
+    elif isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise _invalid(value, "pass an aware datetime, ISO 8601 text or epoch seconds")
+    elif not 0 <= value <= MAX_EPOCH_S:
+        raise _invalid(value, "epoch seconds expected; milliseconds must be divided by 1,000")
+    else:
+        return round(value * 1_000_000)
+    if moment.utcoffset() is None:
+        raise _invalid(value, "it has no time zone, so it names no moment; add one, such as Z")
+    us = (moment - _EPOCH) // _MICROSECOND
+    if us < 0:
+        raise _invalid(value, "it lies before 1970")
+    return us
+
+
+def _invalid(value: object, why: str) -> InvalidSchedule:
+    return InvalidSchedule(
+        f"{value!r} cannot be scheduled: {why}; nothing was stored", value=value, why=why
+    )
+
+
+class Delayed:
+    """Stored events that wait for their time; each is known by its offset in the log.
+
+    An event that came due stays in the snapshot until `fired` confirms that its delivery is on
+    disk, so a crash in between delivers it again instead of losing it.
+
+    >>> delayed = Delayed()
+    >>> delayed.add(7, due_us=1_000)
+    >>> delayed.due(999), delayed.due(1_000), delayed.due(1_000)
+    ([], [7], [])
+    """
+
+    def __init__(self, max_scheduled: int = MAX_SCHEDULED) -> None:
+        self.max_scheduled = max_scheduled
+        self._timers: Timers[int] = Timers()
+        self._firing: dict[int, int] = {}
+
+    def check_room(self, count: int) -> None:
+        """Raise Deferred when `count` more would not fit; ask before the events are stored."""
+        if len(self) + count > self.max_scheduled:
+            raise Deferred(
+                f"{len(self)} delayed events wait and {self.max_scheduled} are allowed; nothing was "
+                "stored; publish again later or without a delay",
+                limit="max_scheduled",
+                retry_after_s=DELAYED_RETRY_S,
+            )
+
+    def add(self, offset: int, due_us: int) -> None:
+        """Hold the event at `offset` back until `due_us`; adding it again moves it."""
+        self._firing.pop(offset, None)
+        self._timers.set(offset, due_us)
+
+    def cancel(self, offset: int) -> bool:
+        """Forget an event that is not to be delivered; says whether it waited."""
+        return self._timers.cancel(offset) or self._firing.pop(offset, None) is not None
+
+    def due(self, now_us: int, limit: int | None = None) -> list[int]:
+        """Offsets whose time has come, earliest first; each is handed out once."""
+        popped = self._timers.pop_due(now_us, limit)
+        self._firing.update((offset, int(due_us)) for due_us, offset in popped)
+        return [offset for _, offset in popped]
+
+    def fired(self, offsets: Iterable[int]) -> None:
+        """Confirm that these were delivered for good."""
+        for offset in offsets:
+            if self._firing.pop(offset, None) is None:
+                self._timers.cancel(offset)
+
+    def next_due_us(self) -> int | None:
+        """When the next event comes due, or None."""
+        due = self._timers.next_due()
+        return None if due is None else int(due)
+
+    def __len__(self) -> int:
+        return len(self._timers) + len(self._firing)
+
+    def snapshot(self) -> list[tuple[int, int]]:
+        """(due_us, offset) of every event not yet confirmed, in the order they come due."""
+        entries = [(due_us, offset) for offset, due_us in self._firing.items()]
+        entries.extend((int(due_us), offset) for due_us, offset in self._timers.items())
+        return sorted(entries, key=lambda entry: entry[0])
+
+    def restore(self, entries: Iterable[tuple[int, int]]) -> None:
+        """Replace the whole state by a snapshot."""
+        self._timers, self._firing = Timers(), {}
+        for due_us, offset in entries:
+            self._timers.set(offset, due_us)
+
+
+class Definition(msgspec.Struct, frozen=True, kw_only=True):
+    """An event that is published again and again, by cron expression or by fixed period.
+
+    >>> Definition(id="tick", topic="clock.tick.v1", every_us=parse_every("5m")).enabled
+    True
+    """
+
+    id: str
+    topic: str
+    payload: bytes = b""
+    codec: str = "raw"
+    headers: dict[str, str] = {}
+    cron: str | None = None
+    every_us: int | None = None
+    enabled: bool = True
+    next_us: int = 0
+    """When it fires next; filled in by `Recurring.put`."""
+    missed: int = 0
+    """Firings skipped because nobody asked in time."""
+
+
+class Recurring:
+    """The recurring definitions and when each fires next.
+
+    A definition only moves forward: each tick fires at most once, whatever the clock does, and
+    after a pause it fires once, counting the ticks it skipped.
+    """
+
+    def __init__(self) -> None:
+        self._definitions: dict[str, Definition] = {}
+        self._crons: dict[str, Cron] = {}
+        self._timers: Timers[str] = Timers()
+
+    def put(self, definition: Definition, now_us: int) -> Definition:
+        """Add a definition or replace the one with its id; gives back what is now in force.
+
+        Declaring the same timing again, as services do at every start, keeps the next firing.
+
+        >>> Recurring().put(Definition(id="a", topic="t", every_us=60_000_000), now_us=0).next_us
+        60000000
+        """
+        if (definition.cron is None) == (definition.every_us is None):
+            raise _invalid(definition.id, "it needs either cron or every, and not both")
+        before = self._definitions.get(definition.id)
+        if before is None and len(self._definitions) >= MAX_RECURRING:
+            raise _invalid(definition.id, f"{MAX_RECURRING} definitions exist; remove one first")
+        if definition.cron is not None:
+            self._crons[definition.id] = parse_cron(definition.cron)
+        elif definition.every_us is not None:
+            parse_every(timedelta(microseconds=definition.every_us))
+        next_us = self._first_tick(definition, before, now_us)
+        missed = 0 if before is None else before.missed
+        return self._store(msgspec.structs.replace(definition, next_us=next_us, missed=missed))
+
+    def remove(self, id: str) -> Definition:
+        """Forget a definition and give it back."""
+        definition = self.get(id)
+        del self._definitions[id]
+        self._crons.pop(id, None)
+        self._timers.cancel(id)
+        return definition
+
+    def get(self, id: str) -> Definition:
+        """The definition with this id."""
+        try:
+            return self._definitions[id]
+        except KeyError:
+            raise UnknownSchedule(
+                f"no recurring schedule {id!r}; nothing was changed; list them to see their ids",
+                id=id,
+            ) from None
+
+    def definitions(self) -> list[Definition]:
+        """All definitions, ordered by id."""
+        return sorted(self._definitions.values(), key=lambda definition: definition.id)
+
+    def due(self, now_us: int) -> list[tuple[Definition, int]]:
+        """(definition, due_us) of what fires now; each definition already holds its next firing."""
+        found: list[tuple[Definition, int]] = []
+        for due, id in self._timers.pop_due(now_us):
+            due_us, definition = int(due), self._definitions[id]
+            missed = self._count(definition, due_us, now_us)
+            next_us = self._tick_after(definition, due_us, now_us)
+            definition = msgspec.structs.replace(
+                definition, next_us=next_us, missed=definition.missed + missed
+            )
+            found.append((self._store(definition), due_us))
+        return found
+
+    def next_due_us(self) -> int | None:
+        """When the next definition fires, or None."""
+        due = self._timers.next_due()
+        return None if due is None else int(due)
+
+    def __len__(self) -> int:
+        return len(self._definitions)
+
+    def restore(self, definitions: Iterable[Definition]) -> None:
+        """Replace the whole state by what `definitions` gave."""
+        self._definitions, self._crons, self._timers = {}, {}, Timers()
+        for definition in definitions:
+            if definition.cron is not None:
+                self._crons[definition.id] = parse_cron(definition.cron)
+            self._store(definition)
+
+    def _store(self, definition: Definition) -> Definition:
+        self._definitions[definition.id] = definition
+        if definition.enabled:
+            self._timers.set(definition.id, definition.next_us)
+        else:
+            self._timers.cancel(definition.id)
+        return definition
+
+    def _first_tick(self, definition: Definition, before: Definition | None, now_us: int) -> int:
+        if before is None or (before.cron, before.every_us) != (
+            definition.cron,
+            definition.every_us,
+        ):
+            return self._tick_after(definition, now_us, now_us)
+        # What passed while it was disabled is not made up for; a tick that is still to come is
+        # kept even when the clock went back, since the one before it has fired.
+        if before.enabled or before.next_us > now_us:
+            return before.next_us
+        return self._tick_after(definition, before.next_us, now_us)
+
+    def _tick_after(self, definition: Definition, tick_us: int, now_us: int) -> int:
+        """The first tick of the grid through `tick_us` that lies after `now_us`."""
+        if definition.every_us is None:
+            return self._crons[definition.id].next_after(now_us)
+        return tick_us + ((now_us - tick_us) // definition.every_us + 1) * definition.every_us
+
+    def _count(self, definition: Definition, due_us: int, now_us: int) -> int:
+        if definition.every_us is None:
+            return self._crons[definition.id].count(due_us, now_us)
+        return (now_us - due_us) // definition.every_us
+
+
+class ScheduleState(msgspec.Struct, frozen=True):
+    """A snapshot of a Schedule, ready for any msgspec encoder."""
+
+    delayed: list[tuple[int, int]]
+    recurring: list[Definition]
+
+
+class Schedule:
+    """Everything that waits for the clock: delayed events and recurring definitions.
+
+    >>> schedule = Schedule()
+    >>> schedule.delayed.add(3, due_us=500)
+    >>> copy = Schedule(); copy.restore(schedule.snapshot())
+    >>> copy.next_due_us()
+    500
+    """
+
+    def __init__(self, max_scheduled: int = MAX_SCHEDULED) -> None:
+        self.delayed = Delayed(max_scheduled)
+        self.recurring = Recurring()
+
+    def next_due_us(self) -> int | None:
+        """When to look again: the earliest time anything is due, or None."""
+        times = (self.delayed.next_due_us(), self.recurring.next_due_us())
+        return min((time for time in times if time is not None), default=None)
+
+    def snapshot(self) -> ScheduleState:
+        """All of it as plain data."""
+        return ScheduleState(self.delayed.snapshot(), self.recurring.definitions())
+
+    def restore(self, state: ScheduleState) -> None:
+        """Replace all of it by a snapshot."""
+        self.delayed.restore(state.delayed)
+        self.recurring.restore(state.recurring)

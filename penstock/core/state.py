@@ -1,0 +1,291 @@
+"""State: everything the bus knows beside the events, as the sum of the entries in the journal.
+
+Topics, groups, cursors, dead letters and schedules change only through `apply`. Recovery applies
+what the journal holds; the running engine applies what it is about to write. In a running engine
+the unsettled events of queue groups live in their delivery machines, elsewhere in ledgers here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from penstock.core.entry import (
+    FIRST_FENCE,
+    Acked,
+    AnyEntry,
+    Audited,
+    Committed,
+    Dead,
+    DeadPurged,
+    DeadReplayed,
+    Delayed,
+    Fired,
+    GroupGone,
+    GroupPut,
+    GroupSpec,
+    LaneSet,
+    Leased,
+    RecurringGone,
+    RecurringPut,
+    Retried,
+    TopicGone,
+    TopicPut,
+    TopicSpec,
+)
+from penstock.core.ledger import Ledger
+from penstock.core.schedule import Definition, Schedule, ScheduleState
+from penstock.model.errors import Corrupted
+
+Place = tuple[str, int]
+
+
+class DeadLetter(msgspec.Struct):
+    """An event that ran out of attempts or was rejected, and where its copy lies."""
+
+    id: str
+    consumer: str
+    topic: str
+    partition: int
+    offset: int
+    tenant: str
+    attempts: int
+    reason: str
+    dead_lettered_at_us: int
+    stored: int
+    """Offset of the copy in the tenant's dead-letter topic."""
+    replay_count: int = 0
+    status: str = "dead"
+    """"dead", or "replayed" while it is back with its group."""
+
+
+class GroupState:
+    """One consumer group: its specification and how far it is in each partition."""
+
+    __slots__ = ("cursors", "fence", "generation", "ledgers", "spec")
+
+    def __init__(self, spec: GroupSpec) -> None:
+        self.spec = spec
+        self.fence = FIRST_FENCE
+        self.generation = 0
+        self.ledgers: dict[Place, Ledger] = {}
+        """Queue mode."""
+        self.cursors: dict[Place, int] = {}
+        """Log mode: the next offset to read."""
+
+
+class State:
+    """The state, and how each entry changes it.
+
+    >>> state = State()
+    >>> state.apply(TopicPut("orders", TopicSpec(partitions=2)))
+    >>> state.topics["orders"].partitions
+    2
+    """
+
+    def __init__(self) -> None:
+        self.topics: dict[str, TopicSpec] = {}
+        self.deleted: dict[str, tuple[int, ...]] = {}
+        """Where deleted topics ended, so that offsets are never given out twice."""
+        self.groups: dict[str, GroupState] = {}
+        self.dead: dict[str, DeadLetter] = {}
+        self.schedule = Schedule()
+        self._appliers = {
+            TopicPut: self._topic_put,
+            TopicGone: self._topic_gone,
+            GroupPut: self._group_put,
+            GroupGone: self._group_gone,
+            LaneSet: self._lane_set,
+            Leased: self._leased,
+            Acked: self._acked,
+            Retried: self._retried,
+            Dead: self._dead,
+            DeadReplayed: self._dead_replayed,
+            DeadPurged: self._dead_purged,
+            Committed: self._committed,
+            Delayed: self._delayed,
+            Fired: self._fired,
+            RecurringPut: self._recurring_put,
+            RecurringGone: self._recurring_gone,
+            Audited: self._audited,
+        }
+
+    def apply(self, entry: AnyEntry) -> None:
+        """Make one change."""
+        self._appliers[type(entry)](entry)  # type: ignore[operator]
+
+    def apply_live(self, entry: AnyEntry) -> None:
+        """Make one change in a running engine, whose machines already know about deliveries."""
+        if isinstance(entry, Leased | Acked | Retried | GroupPut):
+            return
+        if isinstance(entry, LaneSet) and self.groups[entry.group].spec.mode == "queue":
+            return
+        self.apply(entry)
+
+    def _topic_put(self, entry: TopicPut) -> None:
+        self.topics[entry.topic] = entry.spec
+        self.deleted.pop(entry.topic, None)
+
+    def _topic_gone(self, entry: TopicGone) -> None:
+        self.topics.pop(entry.topic, None)
+        self.deleted[entry.topic] = entry.ends
+        for group in self.groups.values():
+            for places in (group.ledgers, group.cursors):
+                for place in [place for place in places if place[0] == entry.topic]:
+                    del places[place]
+
+    def _group_put(self, entry: GroupPut) -> None:
+        group = self.groups.get(entry.group)
+        if group is None:
+            self.groups[entry.group] = GroupState(entry.spec)
+        else:
+            group.spec = entry.spec
+
+    def _group_gone(self, entry: GroupGone) -> None:
+        self.groups.pop(entry.group, None)
+
+    def _lane_set(self, entry: LaneSet) -> None:
+        group = self.groups[entry.group]
+        place = (entry.topic, entry.partition)
+        if group.spec.mode == "log":
+            group.cursors[place] = entry.offset
+        else:
+            group.ledgers[place] = Ledger(entry.offset)
+
+    def _leased(self, entry: Leased) -> None:
+        group = self.groups[entry.group]
+        group.fence = max(group.fence, entry.fence + 1)
+        group.ledgers[entry.topic, entry.partition].leased(entry.start, entry.count, entry.attempt)
+
+    def _acked(self, entry: Acked) -> None:
+        ledger = self.groups[entry.group].ledgers[entry.topic, entry.partition]
+        runs = entry.runs
+        for at in range(0, len(runs), 2):
+            ledger.acked(runs[at], runs[at + 1])
+
+    def _retried(self, entry: Retried) -> None:
+        ledger = self.groups[entry.group].ledgers[entry.topic, entry.partition]
+        ledger.retried(entry.start, entry.count, entry.made, entry.delay_ms)
+
+    def _dead(self, entry: Dead) -> None:
+        before = self.dead.get(entry.id)
+        self.dead[entry.id] = DeadLetter(
+            entry.id, entry.group, entry.topic, entry.partition, entry.offset, entry.tenant,
+            entry.attempts, entry.reason, entry.at_us, entry.stored,
+            0 if before is None else before.replay_count,
+        )  # fmt: skip
+        group = self.groups.get(entry.group)
+        ledger = group.ledgers.get((entry.topic, entry.partition)) if group is not None else None
+        if ledger is not None and entry.offset >= 0:
+            ledger.acked(entry.offset, 1)
+
+    def _dead_replayed(self, entry: DeadReplayed) -> None:
+        letter = self.dead[entry.id]
+        letter.replay_count += 1
+        letter.status = "replayed"
+
+    def _dead_purged(self, entry: DeadPurged) -> None:
+        self.dead.pop(entry.id, None)
+
+    def _committed(self, entry: Committed) -> None:
+        group = self.groups[entry.group]
+        group.cursors[entry.topic, entry.partition] = entry.offset
+        group.generation = max(group.generation, entry.generation)
+
+    def _delayed(self, entry: Delayed) -> None:
+        pairs = entry.pairs
+        for at in range(0, len(pairs), 2):
+            self.schedule.delayed.add(pairs[at], pairs[at + 1])
+
+    def _fired(self, entry: Fired) -> None:
+        self.schedule.delayed.fired(entry.offsets)
+
+    def _recurring_put(self, entry: RecurringPut) -> None:
+        definition = msgspec.msgpack.decode(entry.definition, type=Definition)
+        others = [each for each in self.schedule.recurring.definitions() if each.id != entry.id]
+        self.schedule.recurring.restore([*others, definition])
+
+    def _recurring_gone(self, entry: RecurringGone) -> None:
+        self.schedule.recurring.remove(entry.id)
+
+    def _audited(self, entry: Audited) -> None:
+        """The audit chain is a log of its own; here it changes nothing."""
+
+
+# -- snapshots: the state in pieces, each small enough to write without holding anybody up ---------
+
+TOPICS = "topics"
+GROUP = "group"
+LANE = "lane"
+DEAD = "dead"
+SCHEDULE = "schedule"
+DEAD_CHUNK = 4_096  # dead letters in one piece: about a megabyte
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """A part of the state as of one position of the journal."""
+
+    kind: str
+    key: str
+    partition: int
+    as_of: int
+    body: bytes
+
+
+def _encode(value: Any) -> bytes:
+    return msgspec.msgpack.encode(value)
+
+
+def pieces_of(state: State, as_of: int) -> list[Piece]:
+    """The state as pieces; `load` puts them together again."""
+    pieces = [Piece(TOPICS, "", 0, as_of, _encode((state.topics, state.deleted)))]
+    for name, group in state.groups.items():
+        head = (group.spec, group.fence, group.generation)
+        cursors = [(topic, partition, at) for (topic, partition), at in group.cursors.items()]
+        pieces.append(Piece(GROUP, name, 0, as_of, _encode((head, cursors))))
+        for (topic, partition), ledger in group.ledgers.items():
+            body = _encode((topic, ledger.dump()))
+            pieces.append(Piece(LANE, name, partition, as_of, body))
+    letters = list(state.dead.values())
+    for at in range(0, len(letters), DEAD_CHUNK):
+        pieces.append(Piece(DEAD, "", 0, as_of, _encode(letters[at : at + DEAD_CHUNK])))
+    pieces.append(Piece(SCHEDULE, "", 0, as_of, _encode(state.schedule.snapshot())))
+    return pieces
+
+
+def load_pieces(pieces: list[Piece]) -> State:
+    """A state from its pieces."""
+    state = State()
+    try:
+        for piece in pieces:
+            _load(state, piece)
+    except (msgspec.DecodeError, KeyError, IndexError) as error:
+        raise Corrupted(
+            f"a state snapshot cannot be read ({error}); nothing was deleted. Remove that snapshot "
+            "file to recover from the one before",
+        ) from error
+    return state
+
+
+def _load(state: State, piece: Piece) -> None:
+    decode = msgspec.msgpack.decode
+    if piece.kind == TOPICS:
+        state.topics, state.deleted = decode(
+            piece.body, type=tuple[dict[str, TopicSpec], dict[str, tuple[int, ...]]]
+        )
+    elif piece.kind == GROUP:
+        (spec, fence, generation), cursors = decode(
+            piece.body, type=tuple[tuple[GroupSpec, int, int], list[tuple[str, int, int]]]
+        )
+        group = state.groups[piece.key] = GroupState(spec)
+        group.fence, group.generation = fence, generation
+        group.cursors = {(topic, partition): at for topic, partition, at in cursors}
+    elif piece.kind == LANE:
+        topic, numbers = decode(piece.body, type=tuple[str, list[int]])
+        state.groups[piece.key].ledgers[topic, piece.partition] = Ledger.load(numbers)
+    elif piece.kind == DEAD:
+        for letter in decode(piece.body, type=list[DeadLetter]):
+            state.dead[letter.id] = letter
+    elif piece.kind == SCHEDULE:
+        state.schedule.restore(decode(piece.body, type=ScheduleState))

@@ -1,0 +1,293 @@
+"""The commit loop: takes what waits, writes it in one go, and only then lets it be true.
+
+While a thread writes one commit the loop collects the next: under load commits grow by themselves,
+and one fdatasync pays for everything that arrived meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from penstock.core.entry import Entry, encode_entries
+from penstock.core.lease import Lease
+from penstock.engines.layout import Layout, Placed
+from penstock.engines.pending import Pending, Submission
+from penstock.engines.runtime import Runtime
+from penstock.log.frame import CONTROL, frame_bytes
+from penstock.log.journal import Commit, Journal
+from penstock.model.errors import BusClosed, DiskFull, PenstockError, WriterFailed
+from penstock.model.settings import Settings
+
+# Acks alone do not hurry: they ride the next commit, and get one of their own after this long.
+ACK_LINGER_S = 0.005
+# After a full disk, ask for room again no more often than this.
+FULL_RETRY_S = 1.0
+# Room that must be left in the journal before settled events are written down.
+CONTROL_ROOM_BYTES = 256 * 1024
+
+
+class Source(Protocol):
+    """Where entries that nobody waits for come from: the delivery machines."""
+
+    def drain(self) -> tuple[list[Entry], list[Lease]]:
+        """Entries to write, and the leases that may go out when they are durable."""
+        ...
+
+    def has_news(self) -> bool:
+        """Whether `drain` would return anything."""
+        ...
+
+
+class Taken:
+    """One commit and what to do when it is durable."""
+
+    __slots__ = ("commit", "leases", "placed", "submissions")
+
+    def __init__(self, commit: Commit) -> None:
+        self.commit = commit
+        self.submissions: list[Submission] = []
+        self.placed: list[Placed] = []
+        self.leases: list[Lease] = []
+
+
+class CommitLoop:
+    """Group commit."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        layout: Layout,
+        source: Source,
+        runtime: Runtime,
+        settings: Settings,
+        committed: Callable[[Taken], None],
+    ) -> None:
+        self.failed: PenstockError | None = None
+        self.commits = 0
+        self._journal = journal
+        self._layout = layout
+        self._source = source
+        self._runtime = runtime
+        self._settings = settings
+        self._committed = committed
+        self._pending = Pending()
+        self._wake = asyncio.Event()
+        self._linger: asyncio.TimerHandle | None = None
+        self._room: deque[asyncio.Future[None]] = deque()
+        self._flushes: list[asyncio.Future[None]] = []
+        self._task: asyncio.Task[None] | None = None
+        self._syncer: asyncio.Task[None] | None = None
+        self._full: DiskFull | None = None
+        self._full_until = 0.0
+        self._closing = False
+
+    def start(self) -> None:
+        """Begin committing."""
+        self._task = asyncio.create_task(self._run(), name="penstock-commit")
+        if self._settings.durability.fsync == "interval":
+            self._syncer = asyncio.create_task(self._sync_often(), name="penstock-sync")
+
+    # -- what callers do -----------------------------------------------------------------------
+
+    async def submit(self, submission: Submission) -> Any:
+        """Wait until a submission is durable; returns its result or its receipts."""
+        while self._pending.bytes > self._settings.journal.pending_max_bytes:
+            await self._wait_for_room()
+        self._refuse_when_stopped()
+        self._pending.add(submission)
+        self._wake.set()
+        return await submission.future
+
+    def _refuse_when_stopped(self) -> None:
+        if self.failed is not None:
+            raise self.failed
+        if self._closing:
+            raise BusClosed("the bus is closed; nothing was stored. Connect again")
+
+    async def _wait_for_room(self) -> None:
+        self._refuse_when_stopped()
+        room: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._room.append(room)
+        await room
+
+    def hurry(self) -> None:
+        """There are leases to write down: commit now."""
+        self._wake.set()
+
+    def mention(self) -> None:
+        """There are acks to write down: commit soon."""
+        if self._linger is None and not self._wake.is_set():
+            loop = asyncio.get_running_loop()
+            self._linger = loop.call_later(ACK_LINGER_S, self._lingered)
+
+    def _lingered(self) -> None:
+        self._linger = None
+        self._wake.set()
+
+    async def flush(self) -> None:
+        """Return when everything drained and submitted so far is durable."""
+        self._refuse_when_stopped()
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._flushes.append(done)
+        self._wake.set()
+        await done
+
+    async def close(self) -> None:
+        """Commit what waits, then stop."""
+        if self._task is not None and self.failed is None:
+            await self.flush()
+        self._closing = True
+        self._wake.set()
+        for task in (self._task, self._syncer):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        if self._linger is not None:
+            self._linger.cancel()
+        self._stop(BusClosed("the bus is closed; this was not stored. Connect again"))
+
+    # -- the loop ------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                while self._pending or self._flushes or self._source.has_news():
+                    if not await self._step():
+                        break
+        except PenstockError as error:
+            self._stop(error)
+
+    async def _step(self) -> bool:
+        """One commit; False when there is no room for what waits."""
+        await self._find_room()
+        taken, flushes = self._take(), self._flushes
+        self._flushes = []
+        if not taken.commit.entries:
+            self._resolve(flushes)
+            return False
+        self._journal.place(taken.commit)
+        mode = self._settings.durability.fsync
+        try:
+            await self._runtime.write(self._write, taken.commit, mode)
+        except BaseException as error:
+            cause = (
+                error
+                if isinstance(error, PenstockError)
+                else WriterFailed(f"commit failed: {error!r}")
+            )
+            self._fail(taken.submissions, cause)
+            self._flushes += flushes
+            raise
+        self.commits += 1
+        self._committed(taken)
+        for submission in taken.submissions:
+            if not submission.future.done():
+                result = submission.result
+                submission.future.set_result(submission.receipts if result is None else result)
+        self._resolve(flushes)
+        self._give_room()
+        return True
+
+    def _write(self, commit: Commit, mode: str) -> None:
+        self._journal.write(commit, sync=mode == "always")
+        if mode == "never":
+            self._journal.publish(commit.end)
+
+    async def _find_room(self) -> None:
+        """Have a spare journal file ready, or know that the disk is full."""
+        wanted = self._journal.spare_wanted(self._pending.first_size() + CONTROL_ROOM_BYTES)
+        if not wanted or self._runtime.now() < self._full_until:
+            return
+        try:
+            await self._runtime.write(self._journal.prepare, wanted)
+            self._full = None
+        except DiskFull as error:
+            self._full = error
+            self._full_until = self._runtime.now() + FULL_RETRY_S
+            asyncio.get_running_loop().call_later(FULL_RETRY_S, self._wake.set)
+
+    def _take(self) -> Taken:
+        now_us = self._runtime.wall_us()
+        commit = self._journal.begin(now_us, self._pending.first_size() + CONTROL_ROOM_BYTES)
+        taken = Taken(commit)
+        if self._source.has_news() and self._journal.fits(
+            commit, CONTROL_ROOM_BYTES // 4, reserve=True
+        ):
+            entries, taken.leases = self._source.drain()
+            if entries:
+                commit.add(CONTROL, [encode_entries(entries)])
+        if self._pending:
+            before = len(commit)
+            chosen = self._pending.take(
+                self._settings.journal.commit_max_bytes,
+                self._settings.journal.tenant_quantum_bytes,
+                lambda size: self._journal.fits(commit, size + frame_bytes(0)),
+            )
+            if not chosen and len(commit) == before and self._full is not None:
+                self._fail(self._pending.drop(), self._full)
+                self._give_room()
+            taken.submissions = chosen
+            taken.placed = self._layout.lay(self._checked(chosen), commit, now_us)
+        return taken
+
+    def _checked(self, submissions: list[Submission]) -> list[Submission]:
+        """Leave out transactions that lost their leases while they waited."""
+        passed: list[Submission] = []
+        for submission in submissions:
+            try:
+                if submission.check is not None:
+                    submission.check()
+                passed.append(submission)
+            except PenstockError as error:
+                self._fail([submission], error)
+        return passed
+
+    def _give_room(self) -> None:
+        while self._room and self._pending.bytes <= self._settings.journal.pending_max_bytes:
+            room = self._room.popleft()
+            if not room.done():
+                room.set_result(None)
+                break  # one at a time: it adds to what waits
+
+    async def _sync_often(self) -> None:
+        """`fsync = interval`: acknowledge after the write, sync a little later."""
+        interval_s = self._settings.durability.fsync_interval_ms / 1_000
+        synced = self._journal.durable
+        try:
+            while True:
+                await asyncio.sleep(interval_s)
+                if self._journal.position != synced:
+                    synced = self._journal.position
+                    await self._runtime.write(self._journal.sync)
+        except PenstockError as error:
+            self._stop(error)
+
+    # -- the end -------------------------------------------------------------------------------
+
+    @staticmethod
+    def _resolve(flushes: list[asyncio.Future[None]]) -> None:
+        for done in flushes:
+            if not done.done():
+                done.set_result(None)
+
+    @staticmethod
+    def _fail(submissions: list[Submission], error: BaseException) -> None:
+        for submission in submissions:
+            if not submission.future.done():
+                submission.future.set_exception(error)
+
+    def _stop(self, error: PenstockError) -> None:
+        if self.failed is None:
+            self.failed = error
+        self._fail(self._pending.drop(), error)
+        for waiting in (*self._room, *self._flushes):
+            if not waiting.done():
+                waiting.set_exception(error)
+                waiting.exception()  # whoever waits sees it; nobody may be waiting any more
+        self._room.clear()
+        self._flushes.clear()

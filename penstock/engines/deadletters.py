@@ -1,0 +1,324 @@
+"""Dead letters: burying doomed events, and the operators' rules about them (row T8)."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from penstock.core.delivery import QueueGroup
+from penstock.core.entry import Acked, Audited, Dead, DeadPurged, DeadReplayed, Entry
+from penstock.core.lease import Doomed
+from penstock.core.state import DeadLetter
+from penstock.engines.engine import Draft
+from penstock.engines.request import ListDead
+from penstock.model.batch import EventBatch
+from penstock.model.errors import (
+    ConfirmationNeeded,
+    InvalidInput,
+    OffsetExpired,
+    PenstockError,
+    TargetMismatch,
+    UnknownDeadLetter,
+    UnknownGroup,
+    UnknownMessage,
+)
+from penstock.model.event import Event, MessageId, Receipt
+from penstock.model.topic import check_topic
+
+if TYPE_CHECKING:
+    from penstock.engines.embedded import EmbeddedEngine
+
+# Doomed events buried in one journal entry.
+BURY_CHUNK = 256
+QUARANTINE = -1  # offset of a dead letter that was never an event of the log
+
+
+def dead_letter_topic(tenant: str) -> str:
+    """Where the dead letters of a tenant lie (row X4)."""
+    return f"_dlq.{tenant}"
+
+
+class Outcome(msgspec.Struct):
+    """What became of each record of an operator's request."""
+
+    requested: int
+    done: int = 0
+    failures: list[dict[str, str]] = []
+
+    def failed(self, id: str, error: PenstockError) -> None:
+        """One record could not be done."""
+        self.failures.append({"id": id, "code": error.code, "message": error.message})
+
+
+class DeadLetterDetail(msgspec.Struct):
+    """A dead letter with the event itself."""
+
+    record: DeadLetter
+    payload: bytes
+    key: bytes | None
+    headers: dict[str, str]
+    codec: str
+    token: str
+
+
+def newest_letters(letters: Iterable[DeadLetter], wanted: ListDead) -> list[DeadLetter]:
+    """The dead letters a request asks for, newest first."""
+    found = [
+        letter
+        for letter in letters
+        if (wanted.consumer is None or letter.consumer == wanted.consumer)
+        and (wanted.topic is None or letter.topic == wanted.topic)
+        and (wanted.tenant is None or letter.tenant == wanted.tenant)
+        and (wanted.everything or letter.status == "dead")
+    ]
+    found.sort(key=lambda letter: letter.dead_lettered_at_us, reverse=True)
+    return found[: wanted.limit]
+
+
+async def detail_of(
+    letter: DeadLetter, event_at: Callable[[str, int, int], Awaitable[Event]]
+) -> DeadLetterDetail:
+    """A dead letter with its payload, read from the tenant's dead-letter topic."""
+    event = await event_at(dead_letter_topic(letter.tenant), 0, letter.stored)
+    headers = {
+        name: text for name, text in event.headers.items() if not name.startswith("penstock-")
+    }
+    token = event.headers.get("penstock-token", str(event.token))
+    return DeadLetterDetail(letter, event.payload, event.key, headers, event.codec, token)
+
+
+class Graveyard:
+    """Buries doomed events, and serves those who look after the dead."""
+
+    def __init__(self, engine: EmbeddedEngine) -> None:
+        self._engine = engine
+
+    # -- burying -------------------------------------------------------------------------------
+
+    def bury(self, group: QueueGroup) -> None:
+        """Take a machine's doomed events and store them among the dead letters."""
+        doomed, group.doomed = group.doomed, []
+        for start in range(0, len(doomed), BURY_CHUNK):
+            self._engine.spawn(self._bury(group, doomed[start : start + BURY_CHUNK]))
+
+    async def _bury(self, group: QueueGroup, doomed: Sequence[Doomed]) -> None:
+        found: list[tuple[Doomed, Event]] = []
+        gone: list[Doomed] = []
+        for each in doomed:
+            try:
+                found.append(
+                    (
+                        each,
+                        await self._engine.event_at(
+                            each.lane.topic, each.lane.partition, each.offset
+                        ),
+                    )
+                )
+            except OffsetExpired:
+                gone.append(each)
+        drafts = [
+            self._draft(group.name, event, each.attempts, each.reason) for each, event in found
+        ]
+        at_us = self._engine.runtime.wall_us()
+
+        def entries(receipts: list[Receipt]) -> list[Entry]:
+            written: list[Entry] = []
+            for (each, event), receipt in zip(found, receipts, strict=True):
+                written.append(
+                    self._entry(group.name, event, each.attempts, each.reason, at_us, receipt)
+                )
+                group.buried(each.lane, each.offset)
+            for each in gone:
+                runs = [each.offset, 1]
+                written.append(Acked(group.name, each.lane.topic, each.lane.partition, runs))
+                group.buried(each.lane, each.offset)
+            return written
+
+        await self._engine.submit(drafts, when_taken=entries)
+        self._engine.dispatcher.touched(group)
+
+    def _draft(self, consumer: str, event: Event, attempts: int, reason: str) -> Draft:
+        draft = Draft(
+            dead_letter_topic(event.tenant), [event.payload], tenant=event.tenant, codec=event.codec
+        )
+        draft.keys = [event.key]
+        draft.headers = [
+            {
+                **event.headers,
+                "penstock-consumer": consumer,
+                "penstock-topic": event.topic,
+                "penstock-partition": str(event.partition),
+                "penstock-offset": str(event.offset),
+                "penstock-attempts": str(attempts),
+                "penstock-reason": reason,
+                "penstock-token": str(event.token),
+            }
+        ]
+        draft.times_us = [event.time_us]
+        return draft
+
+    @staticmethod
+    def _entry(
+        consumer: str, event: Event, attempts: int, reason: str, at_us: int, receipt: Receipt
+    ) -> Dead:
+        return Dead(
+            f"{event.token}@{consumer}", consumer, event.topic, event.partition, event.offset,
+            event.tenant, attempts, reason, at_us, receipt.offset,
+        )  # fmt: skip
+
+    # -- operators -----------------------------------------------------------------------------
+
+    def find(self, id: str) -> DeadLetter:
+        """One dead letter."""
+        letter = self._engine.state.dead.get(id)
+        if letter is None:
+            raise UnknownDeadLetter(
+                f"no dead letter {id!r}; `penstock dlq list` shows their ids", id=id
+            )
+        return letter
+
+    async def inspect(self, id: str) -> DeadLetterDetail:
+        """One dead letter with its payload."""
+        return await detail_of(self.find(id), self._engine.event_at)
+
+    async def replay(
+        self,
+        ids: Sequence[str],
+        target_consumer: str,
+        target_topic: str,
+        actor: str,
+        reason: str,
+        confirm: str,
+    ) -> Outcome:
+        """Give dead letters back to the consumer they failed at, each with a fresh budget."""
+        _confirmed("REPLAY", confirm, actor, reason)
+        outcome = Outcome(len(ids))
+        for id in ids:
+            try:
+                await self._replay(id, target_consumer, target_topic, actor, reason)
+                outcome.done += 1
+            except PenstockError as error:
+                outcome.failed(id, error)
+        return outcome
+
+    async def _replay(self, id: str, consumer: str, topic: str, actor: str, reason: str) -> None:
+        letter = self.find(id)
+        if letter.consumer != consumer or letter.topic != topic:
+            raise TargetMismatch(
+                f"{id} belongs to consumer {letter.consumer!r} and topic {letter.topic!r}, not to "
+                f"{consumer!r} and {topic!r}. Restate the original target exactly",
+                id=id,
+                consumer=letter.consumer,
+                topic=letter.topic,
+            )
+        group = self._engine.dispatcher.groups.get(letter.consumer)
+        lane = group.lanes.get((letter.topic, letter.partition)) if group is not None else None
+        if letter.status != "dead":
+            raise InvalidInput(
+                f"{id} is already back with {consumer!r}; nothing was changed", id=id
+            )
+        if group is None or lane is None or letter.offset == QUARANTINE:
+            raise UnknownGroup(
+                f"{id} has no group to go back to: {letter.consumer!r} does not read "
+                f"{letter.topic!r}. Publish its payload again instead",
+                id=id,
+                consumer=letter.consumer,
+            )
+        await self._engine.event_at(letter.topic, letter.partition, letter.offset)
+        audit = self._audit(actor, "dlq.replay", letter, reason, "replayed")
+
+        def entries(_: list[Receipt]) -> list[Entry]:
+            assert group is not None
+            assert lane is not None
+            group.again(lane, letter.offset, self._engine.runtime.now())
+            return [DeadReplayed(id), audit]
+
+        await self._engine.submit([], when_taken=entries)
+        self._engine.dispatcher.touched(group)
+
+    async def purge(self, ids: Sequence[str], actor: str, reason: str, confirm: str) -> Outcome:
+        """Take dead letters out of the view; the log keeps the events."""
+        _confirmed("PURGE", confirm, actor, reason)
+        outcome = Outcome(len(ids))
+        for id in ids:
+            try:
+                letter = self.find(id)
+                audit = self._audit(actor, "dlq.purge", letter, reason, "purged")
+                await self._engine.submit([], entries=[DeadPurged(id), audit])
+                outcome.done += 1
+            except PenstockError as error:
+                outcome.failed(id, error)
+        return outcome
+
+    async def quarantine(
+        self, id: str, consumer: str, topic: str, payload: bytes | None, actor: str, reason: str
+    ) -> DeadLetter:
+        """Put a message among the dead letters by hand: an event of the log, or a payload given."""
+        _named(actor, reason)
+        check_topic(topic)
+        event = await self._event_of(id, topic, payload)
+        draft = self._draft(consumer, event, 0, reason)
+        letter_id = f"{event.token}@{consumer}" if payload is None else f"{id}@{consumer}"
+        at_us = self._engine.runtime.wall_us()
+        offset = event.offset if payload is None else QUARANTINE
+        group = self._engine.dispatcher.groups.get(consumer) if payload is None else None
+        lane = group.lanes.get((topic, event.partition)) if group is not None else None
+        if lane is not None and offset >= lane.cursor:
+            raise InvalidInput(
+                f"{id} was not delivered to {consumer!r} yet, so it cannot be taken away from it; "
+                "nothing was changed",
+                id=id,
+            )
+
+        def entries(receipts: list[Receipt]) -> list[Entry]:
+            if group is not None and lane is not None:
+                group.withdraw(lane, offset)
+            dead = Dead(letter_id, consumer, topic, event.partition, offset, event.tenant, 0, reason,
+                        at_us, receipts[0].offset)  # fmt: skip
+            audit = Audited(at_us, actor, "dlq.dead-letter", [letter_id], reason, {"status": None},
+                            {"status": "dead", "consumer": consumer, "topic": topic})  # fmt: skip
+            return [dead, audit]
+
+        await self._engine.submit([draft], when_taken=entries)
+        return self.find(letter_id)
+
+    async def _event_of(self, id: str, topic: str, payload: bytes | None) -> Event:
+        if payload is not None:
+            batch = EventBatch.build(topic, [payload], tenant=self._engine.tenant_for(topic))
+            batch.token_base = uuid.uuid5(uuid.NAMESPACE_OID, id).bytes
+            return batch.event(0)
+        place = MessageId.parse(id)
+        if place.topic != topic:
+            raise TargetMismatch(
+                f"message {id} is not of topic {topic!r}", id=id, topic=place.topic
+            )
+        try:
+            return await self._engine.event_at(*place)
+        except OffsetExpired as error:
+            raise UnknownMessage(f"no event {id}: {error.message}", id=id) from None
+
+    def _audit(
+        self, actor: str, operation: str, letter: DeadLetter, reason: str, status: str
+    ) -> Audited:
+        prior = {"status": letter.status, "replay_count": letter.replay_count,
+                 "consumer": letter.consumer, "topic": letter.topic}  # fmt: skip
+        return Audited(self._engine.runtime.wall_us(), actor, operation, [letter.id], reason,
+                       prior, {"status": status})  # fmt: skip
+
+
+def _named(actor: str, reason: str) -> None:
+    if not actor or not reason:
+        raise InvalidInput(
+            "an operator's action needs an actor and a reason", actor=actor, reason=reason
+        )
+
+
+def _confirmed(word: str, confirm: str, actor: str, reason: str) -> None:
+    _named(actor, reason)
+    if confirm != word:
+        raise ConfirmationNeeded(
+            f"this needs confirm={word!r} and got {confirm!r}; nothing was changed", wanted=word
+        )

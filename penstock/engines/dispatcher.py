@@ -1,0 +1,291 @@
+"""The dispatcher: runs the delivery machines of all queue groups and feeds their members."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from penstock.core.delivery import QueueGroup
+from penstock.core.entry import Entry, GroupSpec
+from penstock.core.lease import OUT, Lane, Lease
+from penstock.engines.handle import Inbox, LeasedBatch
+from penstock.engines.runtime import Runtime
+from penstock.log.eventlog import EventLog, InMemory
+from penstock.model.batch import EventBatch
+from penstock.model.errors import OffsetExpired, PenstockError
+
+
+class Dispatcher:
+    """All queue groups of one engine."""
+
+    def __init__(
+        self,
+        log: EventLog,
+        runtime: Runtime,
+        *,
+        hurry: Callable[[], None],
+        mention: Callable[[], None],
+        bury: Callable[[QueueGroup], None],
+    ) -> None:
+        self.groups: dict[str, QueueGroup] = {}
+        self._log = log
+        self._runtime = runtime
+        self._hurry = hurry
+        self._mention = mention
+        self._bury = bury
+        self._inboxes: dict[tuple[str, str], Inbox] = {}
+        self._new_leases: list[Lease] = []
+        self._news: dict[str, QueueGroup] = {}
+        self._soon: set[str] = set()
+        self._alarms: dict[str, asyncio.TimerHandle] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._owner: dict[int, QueueGroup] = {}
+
+    # -- groups and members --------------------------------------------------------------------
+
+    def add(self, name: str, spec: GroupSpec, fence: int) -> QueueGroup:
+        """Run the machine of a group."""
+        group = self.groups[name] = QueueGroup(name, spec, fence=fence)
+        group.peek_keys = self._peek_keys
+        group.peek_priorities = self._peek_priorities
+        return group
+
+    def remove(self, name: str, error: PenstockError) -> None:
+        """A group is gone: its members hear why."""
+        self.groups.pop(name, None)
+        self._news.pop(name, None)
+        alarm = self._alarms.pop(name, None)
+        if alarm is not None:
+            alarm.cancel()
+        for (group, member), inbox in list(self._inboxes.items()):
+            if group == name:
+                inbox.stop(error)
+                del self._inboxes[group, member]
+
+    def join(self, name: str, member_id: str, max_inflight: int) -> Inbox:
+        """A consumer begins to receive."""
+        group = self.groups[name]
+        member = group.join(member_id, max_inflight)
+        inbox = self._inboxes[name, member_id] = Inbox(group, member, self._leave)
+        self.pump(group)
+        return inbox
+
+    def _leave(self, inbox: Inbox) -> None:
+        group = inbox.group
+        self._inboxes.pop((group.name, inbox.member.id), None)
+        if group.name in self.groups and inbox.member.id in group.members:
+            group.leave(inbox.member.id, self._runtime.now())
+            self.touched(group)
+
+    def members(self, name: str) -> list[str]:
+        """Who consumes for a group."""
+        return sorted(self.groups[name].members)
+
+    # -- the pump ------------------------------------------------------------------------------
+
+    def arrived(
+        self, group: QueueGroup, place: tuple[str, int], end: int, prioritised: bool
+    ) -> None:
+        """Committed events may be handed out; `pump` must follow."""
+        lane = group.lanes.get(place)
+        if lane is not None:
+            group.arrived(lane, end, prioritised=prioritised)
+
+    def touched(self, group: QueueGroup) -> None:
+        """A member settled something, or left: dispatch once for all of this turn of the loop."""
+        name = group.name
+        if name not in self._soon:
+            self._soon.add(name)
+            self._news[name] = group
+            self._mention()
+            asyncio.get_running_loop().call_soon(self._pump_soon, group)
+
+    def _pump_soon(self, group: QueueGroup) -> None:
+        self._soon.discard(group.name)
+        self.pump(group)
+
+    def pump(self, group: QueueGroup) -> None:
+        """Give out what members have credit for."""
+        if self.groups.get(group.name) is not group:
+            return
+        leases = group.dispatch(self._runtime.now())
+        if group.doomed:
+            self._bury(group)
+        if leases:
+            for lease in leases:
+                self._owner[id(lease)] = group
+            self._new_leases += leases
+            self._news[group.name] = group
+            self._hurry()
+        elif group.has_news():
+            self._news[group.name] = group
+            self._mention()
+        if group.starved is not None:
+            self._spawn(self._load_for(group))
+        due = group.next_due()
+        if due is not None:
+            self._arm(group, due)
+
+    def _arm(self, group: QueueGroup, due: float) -> None:
+        alarm = self._alarms.get(group.name)
+        if alarm is not None:
+            if not alarm.cancelled() and alarm.when() <= due:
+                return
+            alarm.cancel()
+        loop = asyncio.get_running_loop()
+        self._alarms[group.name] = loop.call_at(due, self._ring, group)
+
+    def _ring(self, group: QueueGroup) -> None:
+        self._alarms.pop(group.name, None)
+        self.pump(group)
+
+    # -- for the commit loop -------------------------------------------------------------------
+
+    def has_news(self) -> bool:
+        """Whether the machines have entries to write."""
+        return bool(self._news)
+
+    def drain(self) -> tuple[list[Entry], list[Lease]]:
+        """Entries of all machines, and the leases that go out once they are durable."""
+        entries: list[Entry] = []
+        for group in self._news.values():
+            entries += group.drain()
+        leases, self._new_leases, self._news = self._new_leases, [], {}
+        return entries, leases
+
+    def deliver(self, leases: Sequence[Lease]) -> None:
+        """The leases are durable: hand the events to the members."""
+        for lease in leases:
+            group = self._owner.pop(id(lease))
+            inbox = self._inboxes.get((group.name, lease.member.id))
+            if inbox is None or not lease.open:
+                continue
+            lane = lease.lane
+            try:
+                sources = self._log.plan(lane.topic, lane.partition, lease.start, lease.count)
+            except OffsetExpired as error:
+                self._expired(group, lease, error)
+                continue
+            if all(isinstance(source, InMemory) for source in sources):
+                self._put(group, inbox, lease, self._log.load(sources, lease.start, lease.count))
+            else:
+                self._spawn(self._deliver_cold(group, inbox, lease, lease.start))
+
+    async def _deliver_cold(
+        self, group: QueueGroup, inbox: Inbox, lease: Lease, offset: int
+    ) -> None:
+        lane, stop = lease.lane, lease.start + lease.count
+        while offset < stop:
+            sources = self._log.plan(lane.topic, lane.partition, offset, stop - offset)
+            try:
+                batches = await self._runtime.read(self._log.load, sources, offset, stop - offset)
+            except PenstockError as error:
+                inbox.stop(error)
+                return
+            self._put(group, inbox, lease, batches)
+            offset = batches[-1].end_offset
+
+    def _put(
+        self, group: QueueGroup, inbox: Inbox, lease: Lease, batches: Sequence[EventBatch]
+    ) -> None:
+        for batch in batches:
+            if batch.expires is not None:
+                self._drop_expired(group, lease, batch)
+            if group.spec.filter:
+                self._filter(group, lease, batch)
+            inbox.put(LeasedBatch(group, lease, batch, self._runtime.now, self.touched))
+
+    def _drop_expired(self, group: QueueGroup, lease: Lease, batch: EventBatch) -> None:
+        now_us, now = self._runtime.wall_us(), self._runtime.now()
+        assert batch.expires is not None
+        for index, expires in enumerate(batch.expires.tolist()):
+            at = batch.base_offset + index - lease.start
+            if 0 < expires <= now_us and lease.states[at] == OUT:
+                group.reject(lease, at, now, "its time to live was over")
+                self.touched(group)
+
+    def _filter(self, group: QueueGroup, lease: Lease, batch: EventBatch) -> None:
+        wanted, now = group.spec.filter.items(), self._runtime.now()
+        for index, headers in enumerate(batch.headers()):
+            at = batch.base_offset + index - lease.start
+            if lease.states[at] == OUT and not wanted <= headers.items():
+                group.ack(lease, at, now)
+        self.touched(group)
+
+    def _expired(self, group: QueueGroup, lease: Lease, error: OffsetExpired) -> None:
+        """Retention overtook the group: what is gone cannot be delivered any more."""
+        gone = min(lease.count, error.first_offset - lease.start)
+        for index in range(gone):
+            if lease.states[index] == OUT:
+                group.ack(lease, index, self._runtime.now())
+        self.touched(group)
+        if gone < lease.count:
+            inbox = self._inboxes.get((group.name, lease.member.id))
+            if inbox is not None:
+                self._spawn(self._deliver_cold(group, inbox, lease, lease.start + gone))
+
+    # -- looking ahead -------------------------------------------------------------------------
+
+    def _at_hand(self, lane: Lane, start: int, count: int) -> list[EventBatch] | None:
+        sources = self._log.plan(lane.topic, lane.partition, start, count)
+        if not all(isinstance(source, InMemory) for source in sources):
+            return None
+        batches = self._log.load(sources, start, count)
+        return batches if sum(map(len, batches)) == count else None
+
+    def _peek_keys(self, lane: Lane, start: int, count: int) -> Sequence[bytes | None] | None:
+        batches = self._at_hand(lane, start, count)
+        return None if batches is None else [key for batch in batches for key in batch.keys()]
+
+    def _peek_priorities(self, lane: Lane, start: int, count: int) -> Sequence[int] | None:
+        batches = self._at_hand(lane, start, count)
+        if batches is None:
+            return None
+        return [
+            priority
+            for batch in batches
+            for priority in (
+                [0] * batch.count if batch.priority is None else batch.priority.tolist()
+            )
+        ]
+
+    async def _load_for(self, group: QueueGroup) -> None:
+        """Read what a machine wants to look at, then let it go on."""
+        run = group.starved
+        if run is None:
+            return
+        keys: list[bytes | None] = []
+        priorities: list[int] = []
+        offset, stop = run.start, run.start + run.count
+        while offset < stop:
+            sources = self._log.plan(run.lane.topic, run.lane.partition, offset, stop - offset)
+            batches = await self._runtime.read(self._log.load, sources, offset, stop - offset)
+            for batch in batches:
+                keys += batch.keys()
+                priorities += (
+                    [0] * batch.count if batch.priority is None else batch.priority.tolist()
+                )
+            offset = batches[-1].end_offset
+        if group.starved is not run:
+            return
+        group.peek_keys = lambda lane, start, count: keys
+        group.peek_priorities = lambda lane, start, count: priorities
+        group.loaded()
+        group.peek_keys, group.peek_priorities = self._peek_keys, self._peek_priorities
+        self.pump(group)
+
+    def _spawn(self, work: object) -> None:
+        task = asyncio.ensure_future(work)  # type: ignore[call-overload]
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self, error: PenstockError) -> None:
+        """Stop all members and machines."""
+        for alarm in self._alarms.values():
+            alarm.cancel()
+        self._alarms.clear()
+        for inbox in list(self._inboxes.values()):
+            inbox.stop(error)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,0 +1,202 @@
+"""The shape every engine has: what the bus asks of it, in seven methods and two kinds of feed.
+
+Later engines (broker, JetStream, RabbitMQ) follow the same Protocol and pass the same suite,
+penstock.testing.conformance. What an engine cannot do it leaves out of `capabilities` and refuses
+with Unsupported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from penstock.core.entry import GroupSpec
+from penstock.model.batch import EventBatch
+from penstock.model.column import Headers
+from penstock.model.event import Event, Identity, Receipt
+
+
+class Draft:
+    """Events of one topic on their way in: columns as lists, or a batch laid out already."""
+
+    __slots__ = (
+        "batch", "codec", "count", "deliver_at_us", "expires_us", "headers", "keys", "partition",
+        "payloads", "priority", "tenant", "times_us", "tokens", "topic",
+    )  # fmt: skip
+
+    def __init__(self, topic: str, payloads: Sequence[bytes], *, tenant: str, codec: str) -> None:
+        self.topic = topic
+        self.payloads = payloads
+        self.count = len(payloads)
+        self.tenant = tenant
+        self.codec = codec
+        self.batch: EventBatch | None = None
+        self.keys: Sequence[bytes | None] | None = None
+        self.headers: Sequence[Headers | None] | None = None
+        self.tokens: Sequence[bytes] | None = None
+        self.times_us: Sequence[int] | None = None
+        self.expires_us: Sequence[int] | None = None
+        self.priority: Sequence[int] | None = None
+        self.partition: int | None = None
+        self.deliver_at_us: int | None = None
+
+    def build(self) -> EventBatch:
+        """The draft as columns."""
+        return EventBatch.build(
+            self.topic,
+            self.payloads,
+            keys=self.keys,
+            headers=self.headers,
+            tokens=self.tokens,
+            times_us=self.times_us if self.times_us is not None else 0,
+            expires_us=self.expires_us,
+            priority=self.priority,
+            tenant=self.tenant,
+            codec=self.codec,
+        )
+
+    def subset(self, indices: Sequence[int]) -> Draft:
+        """Just some of the events, in the order given."""
+        source = self if self.batch is None else _as_lists(self.batch)
+        payloads = [source.payloads[index] for index in indices]
+        part = Draft(self.topic, payloads, tenant=self.tenant, codec=self.codec)
+        part.partition, part.deliver_at_us = self.partition, self.deliver_at_us
+        for name in ("keys", "headers", "tokens", "times_us", "expires_us", "priority"):
+            column = getattr(source, name)
+            if column is not None:
+                setattr(part, name, [column[index] for index in indices])
+        return part
+
+
+def _as_lists(batch: EventBatch) -> Draft:
+    draft = Draft(batch.topic, batch.payloads(), tenant=batch.tenant, codec=batch.codec)
+    draft.keys, draft.headers = batch.keys(), batch.headers()
+    if batch.times is not None:
+        draft.times_us = batch.times.tolist()
+    return draft
+
+
+class Subscribe(msgspec.Struct, frozen=True):
+    """Everything an engine needs to know to open a feed."""
+
+    group: str
+    spec: GroupSpec
+    member: str
+    max_inflight: int
+    identity: Identity = Identity()
+
+
+class Delivery(Protocol):
+    """A stretch of leased events; `index` counts in its batch."""
+
+    batch: EventBatch
+    attempt: int
+
+    def hand(self) -> Event | None:
+        """The next event for the consumer, its lease running from now; None when all are out."""
+        ...
+
+    def ack(self, index: int) -> None:
+        """Done."""
+        ...
+
+    def nack(self, index: int, delay_s: float | None, reason: str) -> None:
+        """Again, later."""
+        ...
+
+    def extend(self, index: int, seconds: float | None) -> None:
+        """More time."""
+        ...
+
+    def reject(self, index: int, reason: str) -> None:
+        """Dead."""
+        ...
+
+
+class QueueFeed(Protocol):
+    """Leased events for one member of a queue group."""
+
+    async def receive(self) -> Delivery:
+        """Wait for the next stretch of events."""
+        ...
+
+    async def close(self) -> None:
+        """Leave the group; what is not settled returns to it."""
+        ...
+
+
+class LogFeed(Protocol):
+    """Batches in order for one member of a log group."""
+
+    async def receive(self) -> EventBatch:
+        """Wait for the next batch."""
+        ...
+
+    async def commit(self) -> None:
+        """Make everything received so far the group's place; raises Fenced when it is not ours."""
+        ...
+
+    async def close(self) -> None:
+        """Leave the group."""
+        ...
+
+
+class Settle(msgspec.Struct, frozen=True):
+    """An ack inside a transaction."""
+
+    delivery: Any
+    index: int
+
+
+class Transaction(msgspec.Struct):
+    """Publishes, acks and cursors that happen together or not at all."""
+
+    drafts: list[Draft] = []
+    acks: list[Settle] = []
+    cursors: list[LogFeed] = []
+
+
+class Request(msgspec.Struct, frozen=True):
+    """An administrative question or command; penstock.engines.request lists them."""
+
+
+class Engine(Protocol):
+    """A place where events live."""
+
+    capabilities: frozenset[str]
+
+    async def open(self) -> None:
+        """Connect, recover, be ready."""
+        ...
+
+    async def close(self) -> None:
+        """Flush and let go."""
+        ...
+
+    async def publish(self, draft: Draft) -> Receipt:
+        """Store events; they are as durable as the settings say when it returns."""
+        ...
+
+    async def transact(self, transaction: Transaction) -> list[Receipt]:
+        """All of it or nothing."""
+        ...
+
+    async def subscribe(self, subscribe: Subscribe) -> QueueFeed | LogFeed:
+        """Join a group, making it on first sight."""
+        ...
+
+    def read(
+        self, topic: str, partition: int, start: int, stop: int | None
+    ) -> AsyncIterator[EventBatch]:
+        """Stored batches from `start` until `stop`, or until the end as it is now."""
+        ...
+
+    async def ask(self, request: Request) -> Any:
+        """Administer."""
+        ...
+
+    async def flush(self) -> None:
+        """Everything settled so far is durable when it returns."""
+        ...

@@ -1,0 +1,225 @@
+"""The follower: reads a folder that another process writes, seeing committed events only."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+from penstock.core.catalogue import RouteCatalogue
+from penstock.core.entry import Entry
+from penstock.core.routing import RouteTree
+from penstock.core.state import DeadLetter, GroupState
+from penstock.engines import request as ask
+from penstock.engines.deadletters import DeadLetterDetail, detail_of, newest_letters
+from penstock.engines.engine import Draft, LogFeed, QueueFeed, Request, Subscribe, Transaction
+from penstock.engines.logreader import READ_EVENTS, LogGroup
+from penstock.engines.runtime import Runtime
+from penstock.engines.views import known_topic, recorded_group, topic_info
+from penstock.log.auditreader import AuditReader
+from penstock.log.disk import Disk, read_file
+from penstock.log.recovery import Recovery, check_folder
+from penstock.model.batch import EventBatch
+from penstock.model.errors import UnknownDeadLetter, UnknownGroup, Unsupported
+from penstock.model.event import Event, Receipt
+from penstock.model.settings import Settings
+from penstock.model.topic import is_system, tenant_of
+
+# How often to look for what the writer has committed.
+POLL_S = 0.02
+CAPABILITIES = frozenset({"audit", "durable", "routes", "schedules", "time-replay"})
+
+
+def _read_only() -> Unsupported:
+    return Unsupported(
+        "the folder is open read-only ('?mode=ro'): it can be read, replayed and followed in log "
+        "mode. Open it without the option to change it"
+    )
+
+
+class FollowerEngine:
+    """A bus that can only be read."""
+
+    capabilities = CAPABILITIES
+
+    def __init__(self, disk: Disk, settings: Settings, runtime: Runtime | None = None) -> None:
+        self.disk = disk
+        self.settings = settings
+        self.runtime = runtime or Runtime()
+        self._groups: dict[str, LogGroup] = {}
+        self._poller: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Read the folder as it is now."""
+        self._recovery = await self.runtime.read(self._recover)
+        self.log, self.state = self._recovery.log, self._recovery.fold.state
+        self._poller = asyncio.create_task(self._poll(), name="penstock-follow")
+
+    def _recover(self) -> Recovery:
+        check_folder(self.disk, write=False)
+        recovery = Recovery(self.disk, self.settings, write=False)
+        recovery.run()
+        return recovery
+
+    async def close(self) -> None:
+        """Let go of the folder."""
+        if self._poller is not None:
+            self._poller.cancel()
+            await asyncio.gather(self._poller, return_exceptions=True)
+        self.log.close()
+        self.log.manifest.close()
+        self.runtime.close()
+
+    async def _poll(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_S)
+            if self._groups:
+                self._advance()
+
+    def _advance(self) -> None:
+        if self._recovery.advance():
+            for group in self._groups.values():
+                self._open_lanes(group, "earliest")
+                group.arrived()
+
+    # -- reading -------------------------------------------------------------------------------
+
+    async def read(
+        self, topic: str, partition: int, start: int, stop: int | None
+    ) -> AsyncIterator[EventBatch]:
+        """Stored batches in order."""
+        self._advance()
+        known_topic(self.state, topic)
+        end = self.log.partition(topic, partition).end
+        stop = end if stop is None else min(stop, end)
+        while start < stop:
+            limit = min(READ_EVENTS, stop - start)
+            sources = self.log.plan(topic, partition, start, limit)
+            batches = await self.runtime.read(self.log.load, sources, start, limit)
+            for batch in batches:
+                yield batch
+            start = batches[-1].end_offset
+
+    async def subscribe(self, subscribe: Subscribe) -> QueueFeed | LogFeed:
+        """Follow topics in log mode, without a cursor that anybody else sees."""
+        if subscribe.spec.mode != "log" or not subscribe.spec.ephemeral:
+            raise _read_only()
+        self._advance()
+        state = GroupState(subscribe.spec)
+        group = LogGroup(subscribe.group, state, self.log, self.runtime, self._refuse)
+        self._open_lanes(group, subscribe.spec.start)
+        self._groups[subscribe.group] = group
+        return group.join(subscribe.member)
+
+    def _open_lanes(self, group: LogGroup, start: str) -> None:
+        tree: RouteTree[bool] = RouteTree()
+        for pattern in group.state.spec.patterns:
+            tree.add(pattern, True)
+        opened = False
+        for topic, spec in self.state.topics.items():
+            if not tree.match(topic):
+                continue
+            for partition in range(spec.partitions):
+                if (topic, partition) not in group.state.cursors:
+                    group.state.cursors[topic, partition] = self._offset(topic, partition, start)
+                    opened = True
+        if opened:
+            group.lanes_changed()
+
+    def _offset(self, topic: str, partition: int, start: str) -> int:
+        first, end = self.log.bounds(topic, partition)
+        kind, _, number = start.partition(":")
+        if kind == "offset":
+            return max(first, min(int(number), end))
+        if kind == "time":
+            return self.log.find_time(topic, partition, int(number))
+        return end if kind == "latest" else first
+
+    async def _event(self, topic: str, partition: int, offset: int) -> Event:
+        sources = self.log.plan(topic, partition, offset, 1)
+        batches = await self.runtime.read(self.log.load, sources, offset, 1)
+        return batches[0].event(0)
+
+    # -- asking --------------------------------------------------------------------------------
+
+    async def ask(self, request: Request) -> Any:
+        """Answer what files alone can tell."""
+        self._advance()
+        match request:
+            case ask.ListTopics():
+                names = [n for n in sorted(self.state.topics) if request.system or not is_system(n)]
+                return [topic_info(self.state, self.log, self.settings, name) for name in names]
+            case ask.DescribeTopic():
+                return topic_info(self.state, self.log, self.settings, request.topic)
+            case ask.FindOffset():
+                known_topic(self.state, request.topic)
+                return self.log.find_time(request.topic, request.partition, request.time_us)
+            case ask.ListGroups():
+                return [self._group(name) for name in sorted(self.state.groups)]
+            case ask.DescribeGroup():
+                return self._group(request.group)
+            case ask.DeleteGroup() if request.group in self._groups:
+                return self._groups.pop(request.group) and None
+            case ask.ListDead() | ask.InspectDead():
+                return await self._dead(request)
+            case ask.QueryAudit() | ask.VerifyAudit():
+                return await self._audit(request)
+            case ask.ListRoutes() | ask.ResolveRoute():
+                return self._routes(request)
+            case ask.ListSchedules():
+                return self.state.schedule.recurring.definitions()
+        raise _read_only()
+
+    def _group(self, name: str) -> Any:
+        group = self.state.groups.get(name)
+        if group is None:
+            raise UnknownGroup(f"no group {name!r}; `penstock group list` shows them", group=name)
+        return recorded_group(name, group, self.log)
+
+    async def _dead(
+        self, request: ask.ListDead | ask.InspectDead
+    ) -> list[DeadLetter] | DeadLetterDetail:
+        if isinstance(request, ask.ListDead):
+            return newest_letters(self.state.dead.values(), request)
+        letter = self.state.dead.get(request.id)
+        if letter is None:
+            raise UnknownDeadLetter(f"no dead letter {request.id!r}", id=request.id)
+        return await detail_of(letter, self._event)
+
+    async def _audit(self, request: ask.QueryAudit | ask.VerifyAudit) -> Any:
+        reader = AuditReader(self.disk)
+        if isinstance(request, ask.VerifyAudit):
+            return await self.runtime.read(reader.verify)
+        return await self.runtime.read(
+            lambda: list(
+                reader.records(
+                    message=request.message, actor=request.actor, since_us=request.since_us,
+                    until_us=request.until_us, operation=request.operation,
+                )
+            )
+        )  # fmt: skip
+
+    def _routes(self, request: ask.ListRoutes | ask.ResolveRoute) -> Any:
+        routes = RouteCatalogue()
+        with contextlib.suppress(FileNotFoundError):
+            routes = RouteCatalogue.decode(read_file(self.disk, "routes.json"))
+        if isinstance(request, ask.ListRoutes):
+            return list(routes)
+        return routes.resolve(request.topic, request.tenant or tenant_of(request.topic))
+
+    # -- refused -------------------------------------------------------------------------------
+
+    async def publish(self, draft: Draft) -> Receipt:
+        """Refused."""
+        raise _read_only()
+
+    async def transact(self, transaction: Transaction) -> list[Receipt]:
+        """Refused."""
+        raise _read_only()
+
+    async def _refuse(self, entries: list[Entry]) -> None:
+        raise _read_only()
+
+    async def flush(self) -> None:
+        """Nothing to flush."""

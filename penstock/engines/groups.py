@@ -1,0 +1,288 @@
+"""Groups: which consumer groups read which topics, by pattern and by route, and from where."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from penstock.core.delivery import QueueGroup
+from penstock.core.entry import FIRST_FENCE, Entry, GroupGone, GroupPut, GroupSpec, LaneSet
+from penstock.core.routing import RouteTree
+from penstock.core.state import GroupState, Place
+from penstock.engines.logreader import LogGroup
+from penstock.model.errors import InvalidInput, OffsetExpired, UnknownGroup
+from penstock.model.event import Receipt
+from penstock.model.topic import check_pattern, is_system, tenant_of
+
+if TYPE_CHECKING:
+    from penstock.engines.embedded import EmbeddedEngine
+
+
+class Groups:
+    """All groups of an engine: queue machines with the dispatcher, log groups here."""
+
+    def __init__(self, engine: EmbeddedEngine) -> None:
+        self.logs: dict[str, LogGroup] = {}
+        self._engine = engine
+        self._tree: RouteTree[str] = RouteTree()
+        self._readers: dict[str, list[QueueGroup | LogGroup]] = {}
+
+    # -- life ----------------------------------------------------------------------------------
+
+    def restore(self) -> list[Entry]:
+        """Take up the groups that recovery found; returns what ends with the process that died."""
+        engine = self._engine
+        gone: list[Entry] = []
+        for name, group in list(engine.state.groups.items()):
+            if group.spec.ephemeral:
+                gone.append(GroupGone(name))
+                del engine.state.groups[name]
+                continue
+            self._start(name, group)
+        return gone
+
+    def _start(self, name: str, group: GroupState) -> QueueGroup | LogGroup:
+        engine = self._engine
+        for pattern in group.spec.patterns:
+            self._tree.add(pattern, name)
+        self._readers.clear()
+        if group.spec.mode == "log":
+            started = self.logs[name] = LogGroup(
+                name, group, engine.log, engine.runtime, engine.write_entries
+            )
+            return started
+        machine = engine.dispatcher.add(name, group.spec, group.fence)
+        now = engine.runtime.now()
+        for (topic, partition), ledger in group.ledgers.items():
+            machine.restore(
+                topic, partition, ledger, engine.log.partition(topic, partition).end, now
+            )
+        group.ledgers = {}  # the machine knows better from now on
+        return machine
+
+    async def ensure(self, name: str, spec: GroupSpec) -> None:
+        """Make a group on first sight; an existing one keeps its place and takes the new rules."""
+        engine = self._engine
+        for pattern in spec.patterns:
+            check_pattern(pattern)
+        present = engine.state.groups.get(name)
+        if present is None:
+            await engine.submit([], when_taken=lambda _: self._create(name, spec))
+            return
+        old = present.spec
+        if (old.mode, old.order) != (spec.mode, spec.order):
+            raise InvalidInput(
+                f"group {name!r} is a {old.mode} group with order {old.order!r}, not {spec.mode} "
+                f"with {spec.order!r}. Use another group name, or delete the group first",
+                group=name,
+            )
+        if old != msgspec.structs.replace(spec, start=old.start):
+            await engine.submit([], when_taken=lambda _: self._change(name, spec))
+
+    def _create(self, name: str, spec: GroupSpec) -> list[Entry]:
+        engine = self._engine
+        if name in engine.state.groups:
+            return []  # somebody else was faster
+        group = GroupState(spec)
+        group.fence = FIRST_FENCE
+        engine.state.groups[name] = group
+        self._start(name, group)
+        entries: list[Entry] = [GroupPut(name, spec)]
+        for topic in engine.state.topics:
+            if self._reads(name, topic):
+                entries += self._open_lanes(name, topic, spec.start)
+        return entries
+
+    def _change(self, name: str, spec: GroupSpec) -> list[Entry]:
+        engine = self._engine
+        group = engine.state.groups[name]
+        for pattern in group.spec.patterns:
+            self._tree.remove(pattern, name)
+        for pattern in spec.patterns:
+            self._tree.add(pattern, name)
+        self._readers.clear()
+        group.spec = spec
+        machine = engine.dispatcher.groups.get(name)
+        if machine is not None:
+            machine.spec = spec
+        entries: list[Entry] = [GroupPut(name, spec)]
+        for topic in engine.state.topics:
+            if self._reads(name, topic):
+                entries += self._open_lanes(name, topic, "latest")
+        return entries
+
+    async def remove(self, name: str, extra: list[Entry]) -> None:
+        """Forget a group."""
+        self.known(name)
+        await self._engine.submit([], when_taken=lambda _: [*self._drop(name), *extra])
+
+    def _drop(self, name: str) -> list[Entry]:
+        engine = self._engine
+        group = engine.state.groups.get(name)
+        if group is None:
+            return []
+        for pattern in group.spec.patterns:
+            self._tree.remove(pattern, name)
+        self._readers.clear()
+        gone = UnknownGroup(
+            f"group {name!r} was deleted; subscribe again to make it anew", group=name
+        )
+        engine.dispatcher.remove(name, gone)
+        log = self.logs.pop(name, None)
+        if log is not None:
+            log.stop(gone)
+        return [GroupGone(name)]
+
+    def known(self, name: str) -> GroupState:
+        """A group that exists."""
+        group = self._engine.state.groups.get(name)
+        if group is None:
+            raise UnknownGroup(f"no group {name!r}; `penstock group list` shows them", group=name)
+        return group
+
+    # -- lanes ---------------------------------------------------------------------------------
+
+    def _reads(self, name: str, topic: str) -> bool:
+        return name in self._names_for(topic)
+
+    def _names_for(self, topic: str) -> list[str]:
+        names = self._tree.match(topic)
+        if not is_system(topic):
+            for route in self._engine.routes.resolve(topic, tenant_of(topic)):
+                if (
+                    route.destination not in names
+                    and route.destination in self._engine.state.groups
+                ):
+                    names.append(route.destination)
+        return names
+
+    def topic_made(self, topic: str, first: int, count: int) -> list[Entry]:
+        """Partitions `first` to `count` of a topic are new: groups that match read them from the start."""
+        self._readers.clear()
+        entries: list[Entry] = []
+        for name in self._names_for(topic):
+            for partition in range(first, count):
+                floor = self._engine.log.partition(topic, partition).floor
+                entries.append(self._open_lane(name, (topic, partition), floor))
+            self._lanes_changed(name)
+        return entries
+
+    def topic_gone(self, topic: str) -> None:
+        """Nobody reads a deleted topic."""
+        self._readers.pop(topic, None)
+        for group in self.logs.values():
+            places = [place for place in group.state.cursors if place[0] == topic]
+            for place in places:
+                del group.state.cursors[place]
+            if places:
+                group.lanes_changed()
+
+    def _open_lanes(self, name: str, topic: str, start: str) -> list[Entry]:
+        engine = self._engine
+        entries: list[Entry] = []
+        for partition in range(engine.state.topics[topic].partitions):
+            if not self._has_lane(name, (topic, partition)):
+                offset = self.offset_for(topic, partition, start)
+                entries.append(self._open_lane(name, (topic, partition), offset))
+        self._lanes_changed(name)
+        return entries
+
+    def _has_lane(self, name: str, place: Place) -> bool:
+        if name in self.logs:
+            return place in self.logs[name].state.cursors
+        return place in self._engine.dispatcher.groups[name].lanes
+
+    def _open_lane(self, name: str, place: Place, offset: int) -> Entry:
+        if name in self.logs:
+            self.logs[name].state.cursors[place] = offset
+        else:
+            end = self._engine.log.partition(*place).end
+            machine = self._engine.dispatcher.groups[name]
+            machine.lane(*place, cursor=offset, end=max(end, offset))
+        return LaneSet(name, *place, offset)
+
+    def _lanes_changed(self, name: str) -> None:
+        if name in self.logs:
+            self.logs[name].lanes_changed()
+        else:
+            self._engine.dispatcher.touched(self._engine.dispatcher.groups[name])
+
+    def offset_for(self, topic: str, partition: int, start: str) -> int:
+        """Where "earliest", "latest", "offset:N" or "time:US" lies in a partition."""
+        log = self._engine.log
+        first, _ = log.bounds(topic, partition)
+        end = log.partition(topic, partition).next
+        if start == "earliest":
+            return first
+        if start == "latest":
+            return end
+        kind, _, number = start.partition(":")
+        if kind == "offset" and number.isdecimal():
+            offset = int(number)
+            if offset < first:
+                raise OffsetExpired(
+                    f"{topic}/{partition}/{offset} is gone; the first offset kept is {first}",
+                    topic=topic, partition=partition, first_offset=first, end_offset=end,
+                )  # fmt: skip
+            return min(offset, end)
+        if kind == "time" and number.lstrip("-").isdecimal():
+            return log.find_time(topic, partition, int(number))
+        raise InvalidInput(
+            f"{start!r} is no place to start: use earliest, latest, an offset or a time",
+            start=start,
+        )
+
+    def routes_changed(self) -> list[Entry]:
+        """Routes bind topics to groups: open the lanes that are new, from now on."""
+        self._readers.clear()
+        entries: list[Entry] = []
+        for topic in self._engine.state.topics:
+            for name in self._names_for(topic):
+                entries += self._open_lanes(name, topic, "latest")
+        return entries
+
+    # -- every commit --------------------------------------------------------------------------
+
+    def readers_of(self, topic: str) -> list[QueueGroup | LogGroup]:
+        """The groups that read a topic."""
+        readers = self._readers.get(topic)
+        if readers is None:
+            machines = self._engine.dispatcher.groups
+            readers = []
+            for name in self._names_for(topic):
+                found = self.logs.get(name) or machines.get(name)
+                if found is not None:
+                    readers.append(found)
+            if len(self._readers) > 100_000:  # a bound on the cache, not on topics
+                self._readers.clear()
+            self._readers[topic] = readers
+        return readers
+
+    # -- reset ---------------------------------------------------------------------------------
+
+    async def reset(self, name: str, to: str, topic: str | None, extra: list[Entry]) -> None:
+        """Move a group elsewhere in what it reads."""
+        group = self.known(name)
+        log = self.logs.get(name)
+        machine = self._engine.dispatcher.groups.get(name)
+        places = list(group.cursors) if log is not None else list(machine.lanes) if machine else []
+        chosen = [place for place in places if topic is None or place[0] == topic]
+        if not chosen:
+            raise InvalidInput(f"group {name!r} does not read {topic!r}", group=name, topic=topic)
+        offsets = {place: self.offset_for(*place, to) for place in chosen}
+
+        def entries(_: list[Receipt]) -> list[Entry]:
+            written: list[Entry] = list(machine.drain()) if machine is not None else []
+            for place, offset in offsets.items():
+                written.append(LaneSet(name, *place, offset))
+                if log is not None:
+                    log.state.cursors[place] = offset
+                    log.reset(place, offset)
+                elif machine is not None:
+                    machine.reset(machine.lanes[place], offset)
+            return [*written, *extra]
+
+        await self._engine.submit([], when_taken=entries)
+        if machine is not None:
+            self._engine.dispatcher.touched(machine)

@@ -1,0 +1,132 @@
+"""Deliveries of the embedded engine: leased events in the hands of a consumer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from penstock.core.delivery import QueueGroup
+from penstock.core.lease import OUT, Lease, Member
+from penstock.model.batch import EventBatch
+from penstock.model.errors import BusClosed, PenstockError
+from penstock.model.event import Event
+
+
+class LeasedBatch:
+    """A stretch of one lease that lies in one batch."""
+
+    __slots__ = (
+        "_events",
+        "_next",
+        "_touched",
+        "attempt",
+        "batch",
+        "group",
+        "lease",
+        "now",
+        "shift",
+    )
+
+    def __init__(
+        self,
+        group: QueueGroup,
+        lease: Lease,
+        batch: EventBatch,
+        now: Callable[[], float],
+        touched: Callable[[QueueGroup], None],
+    ) -> None:
+        self.group = group
+        self.lease = lease
+        self.batch = batch
+        self.attempt = lease.attempt
+        self.now = now
+        self.shift = batch.base_offset - lease.start
+        self._touched = touched
+        self._next = 0
+        self._events: list[Event] | None = None
+
+    def hand(self) -> Event | None:
+        """The next event, its lease running from now."""
+        events = self._events
+        if events is None:
+            attempt = self.attempt
+            batch = self.batch
+            events = self._events = [
+                Event(batch, index, key, payload, headers, attempt, self)
+                for index, (key, payload, headers) in enumerate(
+                    zip(batch.keys(), batch.payloads(), batch.headers(), strict=True)
+                )
+            ]
+        lease = self.lease
+        while self._next < len(events):
+            event = events[self._next]
+            index = self._next + self.shift
+            self._next += 1
+            # Others were filtered out, expired or returned before they could be handed over.
+            if lease.states[index] == OUT:
+                lease.hand(index, self.now() + self.group.spec.lease_s)
+                return event
+        self._events = None
+        return None
+
+    def ack(self, index: int) -> None:
+        """Done."""
+        self.group.ack(self.lease, index + self.shift, self.now())
+        self._touched(self.group)
+
+    def nack(self, index: int, delay_s: float | None, reason: str) -> None:
+        """Again, later."""
+        self.group.nack(self.lease, index + self.shift, self.now(), delay_s, reason)
+        self._touched(self.group)
+
+    def extend(self, index: int, seconds: float | None) -> None:
+        """More time."""
+        self.group.extend(self.lease, index + self.shift, self.now(), seconds)
+
+    def reject(self, index: int, reason: str) -> None:
+        """Dead."""
+        self.group.reject(self.lease, index + self.shift, self.now(), reason)
+        self._touched(self.group)
+
+
+class Inbox:
+    """What one member was given and has not looked at yet."""
+
+    def __init__(self, group: QueueGroup, member: Member, leave: Callable[[Inbox], None]) -> None:
+        self.group = group
+        self.member = member
+        self._leave = leave
+        self._waiting: deque[LeasedBatch] = deque()
+        self._getter: asyncio.Future[None] | None = None
+        self._stopped: PenstockError | None = None
+
+    def put(self, delivery: LeasedBatch) -> None:
+        """Something arrived."""
+        self._waiting.append(delivery)
+        self._ring()
+
+    def stop(self, error: PenstockError) -> None:
+        """Nothing will arrive any more."""
+        self._stopped = error
+        self._ring()
+
+    def _ring(self) -> None:
+        if self._getter is not None and not self._getter.done():
+            self._getter.set_result(None)
+
+    async def receive(self) -> LeasedBatch:
+        """Wait for the next stretch of events."""
+        while not self._waiting:
+            if self._stopped is not None:
+                raise self._stopped
+            self._getter = asyncio.get_running_loop().create_future()
+            await self._getter
+        return self._waiting.popleft()
+
+    async def close(self) -> None:
+        """Leave the group."""
+        if self._stopped is None:
+            self._stopped = BusClosed("the subscription is closed; subscribe again")
+            self._leave(self)
+            self._ring()

@@ -1,0 +1,263 @@
+"""Housekeeping: seals closed journal files, merges segments, applies retention, reclaims space.
+
+Everything here is behind the bus's back: nobody waits for it, and a failure is kept for the doctor
+and tried again. What it replaces stays on disk for a grace time, for readers that planned with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from penstock.engines.views import retention_of
+from penstock.log.disk import RealDisk
+from penstock.log.frame import frames
+from penstock.log.journal import file_bases, file_name, sealed_batches
+from penstock.log.merge import plan_merge
+from penstock.log.retention import RetentionClock, expired
+from penstock.log.rewrite import Job, JournalInput
+from penstock.log.sealer import InlineSealer, Sealer, SealerProcess
+from penstock.log.side import side_path
+from penstock.log.snapshot import Fold
+from penstock.model.errors import Corrupted, PenstockError
+from penstock.model.settings import Retention
+
+if TYPE_CHECKING:
+    from penstock.engines.embedded import EmbeddedEngine
+
+# Most journal bytes in one sealing job: what the sealer holds in memory.
+JOB_BYTES = 512 << 20
+# How often to look when nothing calls.
+ROUND_S = 5.0
+
+
+class Housekeeper:
+    """Keeps the folder in order."""
+
+    def __init__(self, engine: EmbeddedEngine) -> None:
+        self.problem: str | None = None
+        """The last failure, until a round succeeds."""
+        self.backlog_bytes = 0
+        self.shortage_bytes = 0
+        """Bytes that retention would free if write-once allowed it: publishes are refused."""
+        self.bytes_in = 0
+        self.bytes_out = 0
+        self._engine = engine
+        self._settings = engine.settings.sealing
+        self._sealer: Sealer | None = None
+        self._wake = asyncio.Event()
+        self._rubbish: deque[tuple[float, str, Callable[[], None]]] = deque()
+        self._side = engine.recovered.side
+        self._clock = RetentionClock(engine.log.manifest.at_us)
+        self._looked_at = engine.runtime.now()
+        self._idle: asyncio.Future[None] | None = None
+
+    def _make_sealer(self) -> Sealer:
+        disk, runtime = self._engine.disk, self._engine.runtime
+        if self._settings.process and isinstance(disk, RealDisk):
+            return SealerProcess(disk)
+        return InlineSealer(disk, sealed_batches, runtime.read)
+
+    def wake(self) -> None:
+        """A journal file was closed."""
+        self._wake.set()
+
+    def side_written(self, token: bytes, position: int) -> None:
+        """A payload lies in a side file until the journal up to `position` is sealed."""
+        self._side[token] = position
+
+    async def run(self) -> None:
+        """Work, for as long as the engine lives."""
+        await self._engine.runtime.read(self._sweep_orphans)
+        while True:
+            try:
+                busy = await self.round()
+                self.problem = None
+            except (PenstockError, OSError) as error:
+                self.problem, busy = str(error), False
+            if not busy:
+                try:
+                    await asyncio.wait_for(self._wake.wait(), ROUND_S)
+                    self._wake.clear()
+                except TimeoutError:
+                    continue
+
+    async def round(self) -> bool:
+        """One piece of work; True when there may be more."""
+        busy = False
+        if self._settings.enabled:
+            busy = await self._seal() or await self._merge()
+        await self._retain()
+        await self._throw_out()
+        return busy
+
+    async def settle(self) -> None:
+        """Seal everything that is closed and apply retention; for tests and `penstock doctor`."""
+        while await self.round():
+            pass
+
+    # -- sealing -------------------------------------------------------------------------------
+
+    def _closed_files(self) -> list[JournalInput]:
+        engine = self._engine
+        bases = [base for base in file_bases(engine.disk) if base <= engine.journal.base]
+        ends = [*bases[1:], engine.journal.base]
+        sealed_to = engine.log.manifest.sealed_to
+        closed = [
+            JournalInput(base, end)
+            for base, end in zip(bases, ends, strict=False)
+            if sealed_to <= base < end <= engine.audited_to()
+        ]
+        self.backlog_bytes = sum(each.end - each.base for each in closed)
+        return closed
+
+    async def _seal(self) -> bool:
+        chosen: list[JournalInput] = []
+        size = 0
+        for each in self._closed_files():
+            if chosen and size + each.end - each.base > JOB_BYTES:
+                break
+            chosen.append(each)
+            size += each.end - each.base
+        if not chosen:
+            return False
+        engine = self._engine
+        for each in chosen:
+            await engine.runtime.read(self._fold, each.base, each.end)
+        await self._rewrite(
+            Job(first_id=engine.log.manifest.next_id, settings=self._settings, journal=chosen)
+        )
+        sealed_to = chosen[-1].end
+        engine.log.sealed(sealed_to)
+        self.backlog_bytes -= size
+        engine.backlog_changed()
+        for each in chosen:
+            self._discard(
+                file_name(each.base), lambda base=each.base: engine.log.journal.forget(base)
+            )
+        for token in [token for token, position in self._side.items() if position < sealed_to]:
+            del self._side[token]
+            self._discard(side_path(token))
+        return True
+
+    def _fold(self, base: int, end: int) -> None:
+        """Advance the state snapshot over one closed journal file."""
+        engine = self._engine
+        fold = Fold.load(engine.disk, engine.settings.dedup)
+        if fold.position >= end:
+            return
+        file = engine.disk.open(file_name(base))
+        try:
+            view = file.read(0, end - base)
+            for frame in frames(view, base, base, end):
+                if frame.position >= fold.position:
+                    fold.take(frame)
+        finally:
+            file.close()
+        if fold.position != end:
+            raise Corrupted(
+                f"{file_name(base)} cannot be read at {fold.position}; it was not sealed and nothing "
+                "was deleted. Restore it from a copy",
+                path=file_name(base),
+                position=fold.position,
+            )
+        fold.save(engine.disk)
+
+    async def _merge(self) -> bool:
+        job = plan_merge(self._engine.log.manifest, self._settings)
+        if job is None:
+            return False
+        await self._rewrite(job)
+        return True
+
+    async def _rewrite(self, job: Job) -> None:
+        engine = self._engine
+        if self._sealer is None:
+            self._sealer = self._make_sealer()
+        result = await self._sealer.run(job)
+        manifest = engine.log.manifest
+        replaced = [info for info in manifest.segments() if info.id in set(result.removed)]
+        await engine.runtime.read(self._apply, result.added, result.removed, result.sealed_to)
+        self.bytes_in += result.bytes_in
+        self.bytes_out += result.bytes_out
+        for info in replaced:
+            self._discard(info.path)
+
+    def _apply(self, added: list, removed: list[int], sealed_to: int | None) -> None:  # type: ignore[type-arg]
+        self._engine.log.manifest.apply(
+            added, removed, sealed_to=sealed_to, at_us=self._clock.now_us
+        )
+
+    # -- retention -----------------------------------------------------------------------------
+
+    def retention_of(self, topic: str) -> Retention:
+        """The retention of one topic: its own where it has one."""
+        general = self._engine.settings.retention
+        spec = self._engine.state.topics.get(topic)
+        if spec is None:
+            return general if topic not in self._engine.state.deleted else Retention(age_s=0.0)
+        return retention_of(spec, general)
+
+    async def _retain(self) -> None:
+        engine = self._engine
+        now = engine.runtime.now()
+        now_us = self._clock.advance(engine.runtime.wall_us(), now - self._looked_at)
+        self._looked_at = now
+        verdict = expired(
+            engine.log.manifest.segments(),
+            self.retention_of,
+            folder=engine.settings.retention,
+            now_us=now_us,
+            other_bytes=engine.journal.position - engine.log.manifest.sealed_to,
+        )
+        self.shortage_bytes = verdict.shortage_bytes
+        if verdict.segments:
+            ids = [info.id for info in verdict.segments]
+            await engine.runtime.read(self._apply, [], ids, None)
+            for info in verdict.segments:
+                self._discard(info.path)
+
+    # -- throwing out --------------------------------------------------------------------------
+
+    def _discard(self, path: str, before: Callable[[], None] = lambda: None) -> None:
+        due = self._engine.runtime.now() + self._settings.grace_s
+        self._rubbish.append((due, path, before))
+
+    async def _throw_out(self) -> None:
+        now = self._engine.runtime.now()
+        due: list[str] = []
+        while self._rubbish and self._rubbish[0][0] <= now:
+            _, path, before = self._rubbish.popleft()
+            before()
+            due.append(path)
+        if due:
+            await self._engine.runtime.read(self._remove, due)
+
+    def _remove(self, paths: list[str]) -> None:
+        disk = self._engine.disk
+        for path in paths:
+            if disk.exists(path):
+                disk.remove(path)
+        for folder in {path.rpartition("/")[0] for path in paths}:
+            disk.sync_dir(folder)
+
+    def _sweep_orphans(self) -> None:
+        """Remove what a crash left behind: nothing of it was ever acknowledged or is still needed."""
+        engine = self._engine
+        engine.log.manifest.remove_orphans()
+        kept = {token.hex() for token in self._side}
+        for name in engine.disk.list("side"):
+            if name not in kept and bytes.fromhex(name.partition(".")[0]) not in self._side:
+                engine.disk.remove(f"side/{name}")
+        sealed_to = min(engine.log.manifest.sealed_to, engine.recovered.snapshot_at)
+        bases = file_bases(engine.disk)
+        for base, following in zip(bases, bases[1:], strict=False):
+            if following <= sealed_to:
+                engine.disk.remove(file_name(base))
+
+    async def close(self) -> None:
+        """Stop the sealing process and throw out what is due anyway."""
+        if self._sealer is not None:
+            await self._sealer.close()

@@ -1,0 +1,273 @@
+"""Layout: gives drafts their place, offset and time, and lays them into a commit.
+
+Runs when a commit is taken, so order and duplicates are decided once, in one place. Small drafts
+of the same topic that arrived meanwhile become one batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+from penstock.core.dedup import repeats
+from penstock.core.entry import Entry, encode_entries
+from penstock.engines.engine import Draft
+from penstock.engines.pending import Submission
+from penstock.log.disk import Bytes
+from penstock.log.eventlog import EventLog, PartitionLog
+from penstock.log.frame import BATCH, CONTROL, GROUP, encode_group
+from penstock.log.journal import Commit
+from penstock.log.snapshot import PARTITION_SHIFT, Fold
+from penstock.model.batch import EventBatch
+from penstock.model.compressor import compressors, worth_compressing
+from penstock.model.event import Receipt
+from penstock.model.settings import Media
+from penstock.model.token import TokenSource, token_at
+
+# Drafts of fewer events wait until the commit is taken and share a batch; larger ones are laid out
+# as soon as they arrive, while the disk is busy with the commit before.
+MERGE_EVENTS = 64
+# Head, names and padding of one batch, generously.
+BATCH_OVERHEAD_BYTES = 640
+_OFFSET_MASK = (1 << PARTITION_SHIFT) - 1
+
+
+class Placed(NamedTuple):
+    """A batch in a commit."""
+
+    batch: EventBatch
+    log: PartitionLog
+    position: int
+    inner: int
+
+
+class Layout:
+    """Turns submissions into journal entries."""
+
+    def __init__(
+        self,
+        log: EventLog,
+        fold: Fold,
+        tokens: TokenSource,
+        media: Media,
+        wall_us: Callable[[], int],
+    ) -> None:
+        self._wall_us = wall_us
+        self._log = log
+        self._fold = fold
+        self._tokens = tokens
+        self._media = media
+        self._merging: dict[tuple[str, int, str, str], list[Submission]] = {}
+        self._now_us = 0
+
+    def build(self, draft: Draft) -> EventBatch:
+        """Lay a draft out as a batch, compressed when that pays."""
+        batch = draft.batch if draft.batch is not None else draft.build()
+        self._compress(batch)
+        return batch
+
+    def build_aside(self, draft: Draft) -> EventBatch:
+        """Lay out a draft of one whose payload goes to a file of its own, named by its token."""
+        batch = draft.build()
+        batch.token_base = self._tokens.take(self._wall_us() // 1_000, 1)
+        return batch
+
+    def _compress(self, batch: EventBatch) -> None:
+        name = self._media.compressor
+        body = batch.body()
+        if name == "none" or len(body) < max(self._media.compress_min_bytes, 1):
+            return
+        if worth_compressing(body, compressors.get(name)):
+            batch.compressor = name
+
+    def lay(self, submissions: Sequence[Submission], commit: Commit, now_us: int) -> list[Placed]:
+        """Place all submissions of a commit."""
+        self._now_us = now_us
+        placed: list[Placed] = []
+        for submission in submissions:
+            draft = submission.drafts[0] if len(submission.drafts) == 1 else None
+            if (
+                draft is not None
+                and _merges(draft)
+                and not submission.entries
+                and not submission.when_taken
+            ):
+                place = (draft.topic, submission.partitions[0], draft.tenant, draft.codec)
+                self._merging.setdefault(place, []).append(submission)
+            else:
+                self._merge(commit, placed)
+                self._lay_one(submission, commit, placed)
+        self._merge(commit, placed)
+        return placed
+
+    def _merge(self, commit: Commit, placed: list[Placed]) -> None:
+        for (topic, partition, _, _), submissions in self._merging.items():
+            drafts = [submission.drafts[0] for submission in submissions]
+            batch = self.build(drafts[0] if len(drafts) == 1 else _joined(drafts))
+            log = self._place(batch, topic, partition)
+            position = commit.add(BATCH, batch.encode_parts())
+            placed.append(Placed(batch, log, position, 0))
+            offset, index = batch.base_offset, 0
+            for submission in submissions:
+                count = submission.drafts[0].count
+                token = token_at(batch.token_base, index)
+                submission.receipts = [Receipt(topic, partition, offset + index, count, token)]
+                index += count
+        self._merging = {}
+
+    def _lay_one(self, submission: Submission, commit: Commit, placed: list[Placed]) -> None:
+        bodies: list[tuple[int, Sequence[Bytes]]] = []
+        laid: list[tuple[EventBatch, PartitionLog]] = []
+        for draft, partition in zip(submission.drafts, submission.partitions, strict=True):
+            known = self._known(draft)
+            if known is None:
+                batch = draft.batch if draft.batch is not None else self.build(draft)
+                log = self._place(batch, draft.topic, partition)
+                receipt = _receipt(batch)
+            else:
+                receipt, batch = self._lay_new_ones(draft, partition, known)
+                if batch is None:
+                    submission.receipts.append(receipt)
+                    continue
+                log = self._log.partition(draft.topic, partition)
+            submission.receipts.append(receipt)
+            laid.append((batch, log))
+            bodies.append((BATCH, batch.encode_parts()))
+        entries = list(submission.entries)
+        if submission.when_taken is not None:
+            entries += submission.when_taken(submission.receipts)
+        for entry in entries:
+            self._fold.state.apply_live(entry)  # type: ignore[arg-type]
+        submission.written = entries
+        submission.position = self._add(bodies, laid, entries, commit, placed)
+
+    def _add(
+        self,
+        bodies: list[tuple[int, Sequence[Bytes]]],
+        laid: list[tuple[EventBatch, PartitionLog]],
+        entries: list[Entry],
+        commit: Commit,
+        placed: list[Placed],
+    ) -> int:
+        position = commit.end
+        if entries:
+            bodies.append((CONTROL, [encode_entries(entries)]))
+        if len(bodies) == 1:
+            kind, parts = bodies[0]
+            position = commit.add(kind, parts)
+            placed += [Placed(batch, log, position, 0) for batch, log in laid]
+        elif bodies:
+            position = commit.add(GROUP, encode_group(bodies))
+            inner = 0
+            for (batch, log), (_, parts) in zip(laid, bodies, strict=False):
+                length = sum(map(len, parts))
+                placed.append(Placed(batch, log, position, inner + 8))
+                inner += 8 + length + (-length & 7)
+        return position
+
+    def _place(self, batch: EventBatch, topic: str, partition: int) -> PartitionLog:
+        log = self._log.partition(topic, partition)
+        batch.partition = partition
+        batch.base_offset = log.next
+        # Append times never run backwards in a partition, whatever the clock does.
+        batch.append_time_us = log.last_time_us = max(self._now_us, log.last_time_us)
+        if batch.times is None and not batch.time_us:
+            batch.time_us = batch.append_time_us
+        if batch.tokens is None and not batch.side_bytes:
+            batch.token_base = self._tokens.take(self._now_us // 1_000, batch.count)
+        elif batch.explicit_tokens:
+            self._fold.remember(batch)
+        log.next += batch.count
+        return log
+
+    def _known(self, draft: Draft) -> list[int | None] | None:
+        """Where each of the draft's tokens was stored before; None when all are new."""
+        if draft.tokens is None:
+            return None
+        table = self._fold.dedup.get(draft.topic)
+        known = table.find_many(draft.tokens) if table is not None else None
+        if known is None and repeats(draft.tokens) is not None:
+            known = [None] * draft.count
+        return known
+
+    def _lay_new_ones(
+        self, draft: Draft, partition: int, known: list[int | None]
+    ) -> tuple[Receipt, EventBatch | None]:
+        """Publish what is new and answer with the old offsets for the rest."""
+        assert draft.tokens is not None
+        fresh: dict[bytes, int] = {}
+        for index, token in enumerate(draft.tokens):
+            if known[index] is None and token not in fresh:
+                fresh[token] = index
+        batch = None
+        places: dict[bytes, int] = {}
+        if fresh:
+            batch = self.build(draft.subset(list(fresh.values())))
+            self._place(batch, draft.topic, partition)
+            places = {token: batch.base_offset + at for at, token in enumerate(fresh)}
+        parts: list[Receipt] = []
+        for index, token in enumerate(draft.tokens):
+            before = known[index]
+            if before is None:
+                where, offset = partition, places[token]
+                duplicate = fresh[token] != index
+            else:
+                where, offset = before >> PARTITION_SHIFT, before & _OFFSET_MASK
+                duplicate = True
+            parts.append(Receipt(draft.topic, where, offset, 1, token, duplicate))
+        if len(parts) == 1:
+            return parts[0], batch
+        first = parts[0]
+        everything = all(part.duplicate for part in parts)
+        return Receipt(
+            draft.topic, first.partition, first.offset, draft.count, first.token, everything,
+            parts=tuple(parts),
+        ), batch  # fmt: skip
+
+
+def draft_bytes(draft: Draft) -> int:
+    """An upper bound on what a draft takes in the journal."""
+    if draft.batch is not None:
+        return len(draft.batch.stored_body()) + BATCH_OVERHEAD_BYTES
+    size = BATCH_OVERHEAD_BYTES + 72 * draft.count + sum(map(len, draft.payloads))
+    if draft.keys is not None:
+        size += sum(len(key) for key in draft.keys if key is not None)
+    for headers in draft.headers or ():
+        for name, text in (headers or {}).items():
+            size += 4 * (len(name) + len(text)) + 16
+    return size
+
+
+def _merges(draft: Draft) -> bool:
+    return (
+        draft.count < MERGE_EVENTS
+        and draft.batch is None
+        and draft.tokens is None
+        and draft.times_us is None
+        and draft.expires_us is None
+        and draft.priority is None
+    )
+
+
+def _joined(drafts: Sequence[Draft]) -> Draft:
+    first = drafts[0]
+    joined = Draft(
+        first.topic,
+        list(chain.from_iterable(draft.payloads for draft in drafts)),
+        tenant=first.tenant,
+        codec=first.codec,
+    )
+    if any(draft.keys is not None for draft in drafts):
+        joined.keys = list(
+            chain.from_iterable(draft.keys or [None] * draft.count for draft in drafts)
+        )
+    if any(draft.headers is not None for draft in drafts):
+        joined.headers = list(
+            chain.from_iterable(draft.headers or [None] * draft.count for draft in drafts)
+        )
+    return joined
+
+
+def _receipt(batch: EventBatch) -> Receipt:
+    return Receipt(batch.topic, batch.partition, batch.base_offset, batch.count, batch.token(0))

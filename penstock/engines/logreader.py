@@ -1,0 +1,228 @@
+"""Log groups: members that read partitions in order and keep one committed cursor for the group."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from penstock.core.assignment import Changes, Rebalance
+from penstock.core.entry import Committed, Entry
+from penstock.core.state import GroupState, Place
+from penstock.engines.runtime import Runtime
+from penstock.log.eventlog import EventLog, InMemory
+from penstock.model.batch import EventBatch
+from penstock.model.errors import BusClosed, PenstockError
+
+# What one receive returns at the most: enough to amortise the call, small enough to stay in cache.
+READ_EVENTS = 16_384
+# How long a member may sit on a partition that another is to take over.
+REVOKE_S = 30.0
+
+
+class LogReader:
+    """One member of a log group."""
+
+    def __init__(self, member: str, group: LogGroup) -> None:
+        self.member = member
+        self.generation = 0
+        self._group = group
+        self._next: dict[Place, int] = {}
+        """Where to read on, for each partition held."""
+        self._received: dict[Place, int] = {}
+        """Behind what the consumer got and did not commit yet."""
+        self._revoked: list[Place] = []
+        self._turn: deque[Place] = deque()
+        self._bell: asyncio.Future[None] | None = None
+        self._ready: deque[EventBatch] = deque()
+        self._stopped: PenstockError | None = None
+
+    def granted(self, place: Place, offset: int) -> None:
+        """Read a partition from `offset`."""
+        if place not in self._next:
+            self._turn.append(place)
+        self._next[place] = offset
+        self.ring()
+
+    def asked_back(self, places: list[Place]) -> None:
+        """Give partitions back as soon as the consumer is through with what it has."""
+        self._revoked += places
+        self.ring()
+
+    def moved(self, place: Place, offset: int) -> None:
+        """The group was reset: read on elsewhere, forget what was read."""
+        if place in self._next:
+            self._next[place] = offset
+            self._received.pop(place, None)
+            self._ready = deque(b for b in self._ready if (b.topic, b.partition) != place)
+
+    def ring(self) -> None:
+        """There may be something to read."""
+        if self._bell is not None and not self._bell.done():
+            self._bell.set_result(None)
+
+    def stop(self, error: PenstockError) -> None:
+        """Nothing will come any more."""
+        self._stopped = error
+        self.ring()
+
+    async def receive(self) -> EventBatch:
+        """Wait for the next batch of any partition held."""
+        while True:
+            if self._stopped is not None:
+                raise self._stopped
+            if self._revoked:
+                self._give_back()
+            if self._ready:
+                batch = self._ready.popleft()
+                place = (batch.topic, batch.partition)
+                if place in self._next:
+                    self._received[place] = batch.end_offset
+                    return batch
+                continue
+            if not await self._read_some():
+                self._bell = asyncio.get_running_loop().create_future()
+                await self._bell
+
+    def _give_back(self) -> None:
+        places, self._revoked = self._revoked, []
+        for place in places:
+            if self._next.pop(place, None) is not None:
+                self._turn.remove(place)
+            self._received.pop(place, None)
+        self._group.returned(self, places)
+
+    async def _read_some(self) -> bool:
+        log, runtime = self._group.log, self._group.runtime
+        for _ in range(len(self._turn)):
+            place = self._turn[0]
+            self._turn.rotate(-1)
+            offset = self._next[place]
+            sources = log.plan(*place, offset, READ_EVENTS)
+            if not sources:
+                continue
+            if all(isinstance(source, InMemory) for source in sources):
+                batches = log.load(sources, offset, READ_EVENTS)
+            else:
+                batches = await runtime.read(log.load, sources, offset, READ_EVENTS)
+                if self._next.get(place) != offset:
+                    return True  # reset or given away while it was read
+            self._next[place] = batches[-1].end_offset
+            self._ready += batches
+            return True
+        return False
+
+    def pending_commit(self) -> list[Entry]:
+        """Entries that make what was received the group's place; raises Fenced when it is not ours."""
+        group = self._group
+        entries: list[Entry] = []
+        for (topic, partition), offset in self._received.items():
+            group.rebalance.check(self.member, (topic, partition), self.generation)
+            entries.append(Committed(group.name, topic, partition, offset, self.generation))
+        return entries
+
+    def committed(self) -> None:
+        """What was received so far is committed."""
+        self._received.clear()
+
+    async def commit(self) -> None:
+        """Make everything received so far the group's place, durably."""
+        entries = self.pending_commit()
+        if entries:
+            await self._group.write(entries)
+            self._received.clear()
+
+    async def close(self) -> None:
+        """Leave the group."""
+        if self._stopped is None:
+            self.stop(BusClosed("the subscription is closed; subscribe again"))
+            self._group.left(self)
+
+
+class LogGroup:
+    """One group in log mode: who reads what, and from where."""
+
+    def __init__(
+        self,
+        name: str,
+        state: GroupState,
+        log: EventLog,
+        runtime: Runtime,
+        write: Callable[[list[Entry]], Awaitable[None]],
+    ) -> None:
+        self.name = name
+        self.state = state
+        self.log = log
+        self.runtime = runtime
+        self.write = write
+        self.readers: dict[str, LogReader] = {}
+        self.rebalance: Rebalance[Place] = Rebalance(
+            sorted(state.cursors),
+            state.spec.assignment,
+            REVOKE_S,
+            state.generation,  # type: ignore[arg-type]
+        )
+        self._alarm: asyncio.TimerHandle | None = None
+
+    def join(self, member: str) -> LogReader:
+        """A consumer begins to read."""
+        reader = self.readers[member] = LogReader(member, self)
+        self._tell(self.rebalance.join(member, self.runtime.now()))
+        return reader
+
+    def left(self, reader: LogReader) -> None:
+        """A consumer is gone."""
+        if self.readers.pop(reader.member, None) is not None:
+            self._tell(self.rebalance.leave(reader.member, self.runtime.now()))
+
+    def returned(self, reader: LogReader, places: list[Place]) -> None:
+        """A consumer gave partitions back."""
+        self._tell(self.rebalance.revoked(reader.member, places, self.runtime.now()))
+
+    def lanes_changed(self) -> None:
+        """The group reads more or fewer partitions now."""
+        self._tell(self.rebalance.repartition(sorted(self.state.cursors), self.runtime.now()))
+
+    def reset(self, place: Place, offset: int) -> None:
+        """Read a partition from elsewhere; whoever holds it starts over there."""
+        for reader in self.readers.values():
+            reader.moved(place, offset)
+            reader.ring()
+
+    def arrived(self) -> None:
+        """New events are committed."""
+        for reader in self.readers.values():
+            reader.ring()
+
+    def _tell(self, changes: Changes[Place]) -> None:
+        for reader in self.readers.values():
+            reader.generation = changes.generation
+        for member, places in changes.revoke.items():
+            if member in self.readers:
+                self.readers[member].asked_back(places)
+        for member, places in changes.grant.items():
+            for place in places:
+                self.readers[member].granted(place, self.state.cursors[place])
+        self._arm()
+
+    def _arm(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        if len(self.readers) > 1:
+            loop = asyncio.get_running_loop()
+            self._alarm = loop.call_later(REVOKE_S / 2, self._tick)
+
+    def _tick(self) -> None:
+        now = self.runtime.now()
+        for member in self.readers:  # they live in this process: if it lives, so do they
+            self.rebalance.heartbeat(member, now)
+        self._tell(self.rebalance.tick(now))
+
+    def stop(self, error: PenstockError) -> None:
+        """The group is gone, or the bus is."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+        for reader in list(self.readers.values()):
+            reader.stop(error)
+        self.readers.clear()

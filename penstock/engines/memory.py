@@ -1,0 +1,37 @@
+"""The memory engine behind `mem:`: the embedded engine on a disk that is memory.
+
+One mechanism, two disks: what works in a test on `mem:` works on a folder, because it is the same
+code down to the last frame. It forgets everything when it is closed.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.engines.embedded import CAPABILITIES, EmbeddedEngine
+from penstock.engines.runtime import Runtime
+from penstock.log.memory_disk import MemoryDisk
+from penstock.model.settings import MIB, Settings
+
+# Nothing outlives the process, so small files that are reclaimed early are better than large ones.
+FILE_BYTES = 16 * MIB
+
+
+class MemoryEngine(EmbeddedEngine):
+    """A bus that lives in this process's memory."""
+
+    capabilities = CAPABILITIES - {"durable"}
+
+    def __init__(self, settings: Settings, runtime: Runtime | None = None) -> None:
+        super().__init__(MemoryDisk(), in_memory(settings), runtime)
+
+
+def in_memory(settings: Settings) -> Settings:
+    """The settings that make sense without a disk: no syncs, no extra process, no grace."""
+    replace = msgspec.structs.replace
+    return replace(
+        settings,
+        durability=replace(settings.durability, fsync="never"),
+        journal=replace(settings.journal, file_bytes=min(settings.journal.file_bytes, FILE_BYTES)),
+        sealing=replace(settings.sealing, process=False, grace_s=0.0),
+    )

@@ -1,0 +1,112 @@
+"""Pending: what waits for the next commit, a queue for each tenant, served in turns.
+
+Each tenant gets at most its quantum of bytes in a commit while others wait, so one tenant's flood
+costs the others one quantum and not the flood.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from penstock.core.entry import Entry
+from penstock.engines.engine import Draft
+from penstock.model.event import Receipt
+
+
+class Submission:
+    """Drafts and entries that go into the journal together."""
+
+    __slots__ = (
+        "check", "drafts", "entries", "future", "partitions", "position", "receipts", "result", "size", "tenant",
+        "when_taken", "written",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        tenant: str,
+        drafts: list[Draft],
+        partitions: list[int],
+        size: int,
+        future: asyncio.Future[Any],
+    ) -> None:
+        self.tenant = tenant
+        self.drafts = drafts
+        self.partitions = partitions
+        self.size = size
+        self.future = future
+        self.entries: list[Entry] = []
+        self.position = 0
+        """Where it went in the journal."""
+        self.written: list[Entry] = []
+        """All entries that went into the journal with it."""
+        self.receipts: list[Receipt] = []
+        self.check: Callable[[], None] | None = None
+        """Last objection before the submission is taken: raises, and nothing of it happens."""
+        self.when_taken: Callable[[list[Receipt]], list[Entry]] | None = None
+        """Entries that need the offsets the drafts got."""
+        self.result: Any = None
+
+
+class Pending:
+    """Submissions by tenant, in turns.
+
+    >>> pending = Pending()
+    >>> pending.bytes
+    0
+    """
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._queues: dict[str, deque[Submission]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._queues)
+
+    def add(self, submission: Submission) -> None:
+        """Put a submission behind the others of its tenant."""
+        queue = self._queues.get(submission.tenant)
+        if queue is None:
+            queue = self._queues[submission.tenant] = deque()
+        queue.append(submission)
+        self.bytes += submission.size
+
+    def first_size(self) -> int:
+        """Size of the submission that would be taken first."""
+        for queue in self._queues.values():
+            return queue[0].size
+        return 0
+
+    def take(self, budget: int, quantum: int, fits: Callable[[int], bool]) -> list[Submission]:
+        """The submissions of one commit; at least one, if it fits."""
+        taken: list[Submission] = []
+        if len(self._queues) == 1:
+            quantum = budget
+        spent = 0
+        for tenant in list(self._queues):
+            queue = self._queues.pop(tenant)
+            share = 0
+            while queue and (
+                not taken
+                or (spent + queue[0].size <= budget and share + queue[0].size <= quantum)
+                or (share == 0 and spent + queue[0].size <= budget)
+            ):
+                if not fits(spent + queue[0].size):
+                    break
+                submission = queue.popleft()
+                spent += submission.size
+                share += submission.size
+                taken.append(submission)
+            if queue:
+                self._queues[tenant] = queue  # at the back: it had its turn
+        self.bytes -= spent
+        return taken
+
+    def drop(self) -> list[Submission]:
+        """Take everything out, to be refused."""
+        dropped = [submission for queue in self._queues.values() for submission in queue]
+        self._queues.clear()
+        self.bytes = 0
+        return dropped

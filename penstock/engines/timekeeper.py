@@ -1,0 +1,130 @@
+"""The timekeeper: publishes delayed and recurring events when their time has come (row T7)."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from penstock.core.entry import Delayed, Entry, Fired, RecurringPut
+from penstock.engines.engine import Draft
+from penstock.model.event import Event, Receipt
+from penstock.model.token import parse_token
+
+if TYPE_CHECKING:
+    from penstock.engines.embedded import EmbeddedEngine
+
+SCHEDULED = "_scheduled"
+TARGET = "penstock-topic"
+TARGET_PARTITION = "penstock-partition"
+TIME_TO_LIVE = "penstock-expires-us"
+URGENCY = "penstock-priority"
+# Delayed events published in one journal entry.
+FIRE_CHUNK = 256
+# The wall clock may jump; look at it at least this often.
+LOOK_AGAIN_S = 1.0
+
+
+class Timekeeper:
+    """Watches the clock for everything that is scheduled."""
+
+    def __init__(self, engine: EmbeddedEngine) -> None:
+        self._engine = engine
+        self._changed = asyncio.Event()
+
+    def wake(self) -> None:
+        """Something was scheduled."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Fire what is due, for as long as the engine lives."""
+        schedule = self._engine.state.schedule
+        while True:
+            await self._fire_delayed()
+            await self._fire_recurring()
+            due_us = schedule.next_due_us()
+            wait_s = LOOK_AGAIN_S
+            if due_us is not None:
+                wait_s = min(wait_s, max(0.0, (due_us - self._engine.runtime.wall_us()) / 1e6))
+            try:
+                await asyncio.wait_for(self._changed.wait(), wait_s if due_us is not None else None)
+            except TimeoutError:
+                continue
+            self._changed.clear()
+
+    # -- delayed events --------------------------------------------------------------------------
+
+    def hold_back(self, draft: Draft) -> tuple[Draft, int]:
+        """A draft as it is stored until its time comes, and that time."""
+        assert draft.deliver_at_us is not None
+        stored = Draft(SCHEDULED, draft.payloads, tenant=draft.tenant, codec=draft.codec)
+        stored.keys, stored.tokens, stored.times_us = draft.keys, draft.tokens, draft.times_us
+        stored.headers = [
+            self._labelled(draft, index, (draft.headers or [None] * draft.count)[index])
+            for index in range(draft.count)
+        ]
+        return stored, draft.deliver_at_us
+
+    @staticmethod
+    def _labelled(draft: Draft, index: int, headers: object) -> dict[str, str]:
+        labelled = dict(headers or {})  # type: ignore[call-overload]
+        labelled[TARGET] = draft.topic
+        if draft.partition is not None:
+            labelled[TARGET_PARTITION] = str(draft.partition)
+        if draft.expires_us is not None:
+            labelled[TIME_TO_LIVE] = str(draft.expires_us[index])
+        if draft.priority is not None:
+            labelled[URGENCY] = str(draft.priority[index])
+        return labelled
+
+    @staticmethod
+    def entries(receipts: list[Receipt], due_us: int) -> list[Entry]:
+        """The entries that make stored drafts wait."""
+        pairs: list[int] = []
+        for receipt in receipts:
+            for each in receipt.parts or (receipt,):
+                if not each.duplicate:
+                    for offset in range(each.offset, each.offset + each.count):
+                        pairs += (offset, due_us)
+        return [Delayed(pairs)] if pairs else []
+
+    async def _fire_delayed(self) -> None:
+        engine = self._engine
+        while offsets := engine.state.schedule.delayed.due(engine.runtime.wall_us(), FIRE_CHUNK):
+            events = [await engine.event_at(SCHEDULED, 0, offset) for offset in offsets]
+            drafts = [self._release(event) for event in events]
+            for draft in drafts:
+                await engine.ensure_topic(draft.topic)
+            await engine.submit(drafts, entries=[Fired(offsets)])
+
+    @staticmethod
+    def _release(event: Event) -> Draft:
+        headers = dict(event.headers)
+        draft = Draft(headers.pop(TARGET), [event.payload], tenant=event.tenant, codec=event.codec)
+        partition = headers.pop(TARGET_PARTITION, None)
+        expires, urgency = headers.pop(TIME_TO_LIVE, None), headers.pop(URGENCY, None)
+        draft.partition = None if partition is None else int(partition)
+        draft.expires_us = None if expires is None else [int(expires)]
+        draft.priority = None if urgency is None else [int(urgency)]
+        draft.keys, draft.headers = [event.key], [headers]
+        draft.tokens = [parse_token(event.token)]
+        draft.times_us = [event.time_us]
+        return draft
+
+    # -- recurring events ------------------------------------------------------------------------
+
+    async def _fire_recurring(self) -> None:
+        engine = self._engine
+        for definition, due_us in engine.state.schedule.recurring.due(engine.runtime.wall_us()):
+            await engine.ensure_topic(definition.topic)
+            draft = Draft(
+                definition.topic,
+                [definition.payload],
+                tenant=engine.tenant_for(definition.topic),
+                codec=definition.codec,
+            )
+            draft.headers = [{**definition.headers, "penstock-schedule": definition.id}]
+            draft.times_us = [due_us]
+            put = RecurringPut(definition.id, msgspec.msgpack.encode(definition))
+            await engine.submit([draft], entries=[put])

@@ -1,0 +1,324 @@
+"""The audit log on disk: readable lines, one sync for many records, safe to reopen after a crash.
+
+The folder `audit/` holds one JSON line per record or checkpoint in files named by their first
+sequence, `head.json` with the newest checkpoint, and the key pair. docs/reference/audit.md
+describes each of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from typing import TYPE_CHECKING, NoReturn
+
+import msgspec
+
+from penstock.core.audit import (
+    CHECKPOINT_EVERY_RECORDS,
+    FORMAT,
+    AuditEntry,
+    AuditRecord,
+    Checkpoint,
+    FileHeader,
+    Head,
+    Signer,
+    encode_line,
+)
+from penstock.core.auditproof import Verdict, file_name
+from penstock.log.auditexport import export_files
+from penstock.log.auditreader import AuditReader
+from penstock.log.auditrecovery import (
+    Recovered,
+    load_head,
+    load_signer,
+    newest_file,
+    recover,
+    write_head,
+)
+from penstock.log.auditseal import FOLDER, Manifest
+from penstock.log.disk import Disk, read_file, write_file
+from penstock.model.errors import DiskFull, InvalidInput, InvalidSettings, WriterFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+MAX_FILE_BYTES = 16 << 20  # about 40,000 records: opens in a pager, and recovers in half a second
+MAX_BATCH_BYTES = 64 << 20  # what one append may hold in memory before it is written
+FULL_RETRY_S = 1.0  # space comes back at the pace of people and retention, not of milliseconds
+
+
+class AuditLog:
+    """The one writer of an audit folder; `open` it, append, and `close` it.
+
+    >>> import tempfile
+    >>> from penstock.log.disk import RealDisk
+    >>> log = AuditLog.open(RealDisk(tempfile.mkdtemp()), now_us=0, entropy=bytes(32))
+    >>> entry = AuditEntry(at_us=1, actor="ann", operation="dlq.purge", targets=["orders/0/7"],
+    ...                    reason="test data", prior={"state": "dead"}, result={}, ref=12)
+    >>> [record.sequence for record in log.append_many([entry, entry])]
+    [1, 2]
+    >>> log.last_ref, log.verify().ok, [r.actor for r in log.records(message="orders/0/7")]
+    (12, True, ['ann', 'ann'])
+    >>> log.close()
+    """
+
+    def __init__(
+        self,
+        disk: Disk,
+        signer: Signer,
+        recovered: Recovered,
+        *,
+        now_us: int,
+        checkpoint_every: int,
+        max_file_bytes: int,
+    ) -> None:
+        self._disk = disk
+        self._signer = signer
+        self._chain, self._header, self._size, self.torn = recovered
+        self._path = f"{FOLDER}/{file_name(self._header.first_sequence)}"
+        self._file = disk.open(self._path, write=True)
+        self._at_us = now_us
+        self._checkpoint_every = checkpoint_every
+        self._max_file_bytes = max_file_bytes
+        self._reader = AuditReader(disk)
+        self._failure: str | None = None
+        # Also without a torn end: what a dead process wrote may not have been synced, and
+        # `last_ref` promises that it is durable.
+        self._cut_back()
+
+    @classmethod
+    def open(
+        cls,
+        disk: Disk,
+        *,
+        key: bytes | None = None,
+        now_us: int,
+        entropy: bytes | None = None,
+        checkpoint_every: int = CHECKPOINT_EVERY_RECORDS,
+        max_file_bytes: int = MAX_FILE_BYTES,
+    ) -> AuditLog:
+        """Open the log of a disk, or begin one; `torn` says what a crash had left half written.
+
+        Only the newest file is read. Corrupted when it, or the head, is damaged beyond what a
+        crash can do; nothing is deleted then.
+        """
+        if checkpoint_every < 1 or max_file_bytes < 1:
+            raise InvalidSettings(
+                "audit checkpoint_every and max_file_bytes must be at least 1",
+                checkpoint_every=checkpoint_every,
+                max_file_bytes=max_file_bytes,
+            )
+        disk.make_dir(FOLDER)
+        signer = load_signer(disk, key=key, entropy=entropy)
+        head = load_head(disk, signer, now_us)
+        path = newest_file(disk, head)
+        recovered = recover(path, read_file(disk, path), head)
+        return cls(
+            disk,
+            signer,
+            recovered,
+            now_us=now_us,
+            checkpoint_every=checkpoint_every,
+            max_file_bytes=max_file_bytes,
+        )
+
+    @property
+    def last_ref(self) -> int:
+        """The highest journal position recorded; 0 when none was."""
+        return self._chain.last_ref
+
+    @property
+    def head(self) -> Head:
+        """The end of the chain: keep it elsewhere to notice a cut-off tail."""
+        chain = self._chain
+        return Head(chain.sequence, chain.hash, self._path, chain.last_checkpoint)
+
+    @property
+    def public_key(self) -> str:
+        """The key that verifies the checkpoints, in hex."""
+        return self._signer.public_key
+
+    def append_many(self, entries: Iterable[AuditEntry]) -> list[AuditRecord]:
+        """Record all the entries with one sync; they are durable when this returns.
+
+        All or nothing: DiskFull and InvalidInput leave the log as it was; after WriterFailed the
+        log must be opened anew, and may or may not hold the entries.
+        """
+        self._check_usable()
+        if (
+            self._size >= self._max_file_bytes
+            and self._chain.sequence >= self._header.first_sequence
+        ):
+            self._rotate()
+        draft = self._chain.copy()
+        first = draft.sequence + 1
+        records: list[AuditRecord] = []
+        lines: list[bytes] = []
+        size, at_us, signed = 0, self._at_us, None
+        for entry in entries:
+            record = draft.append(**msgspec.structs.asdict(entry), batch=first)
+            records.append(record)
+            lines.append(encode_line(record))
+            at_us = max(at_us, entry.at_us)
+            if draft.sequence - draft.last_checkpoint >= self._checkpoint_every:
+                signed = draft.checkpoint(self._signer, at_us=at_us)
+                lines.append(encode_line(signed))
+            size += len(lines[-1])
+            if size > MAX_BATCH_BYTES:
+                raise InvalidInput(
+                    f"more than {MAX_BATCH_BYTES} bytes of audit entries at once; nothing was "
+                    "recorded. Append them in smaller groups",
+                    limit_bytes=MAX_BATCH_BYTES,
+                )
+        if lines:
+            self._write(lines)
+            self._chain, self._at_us = draft, at_us
+        if signed is not None:
+            self._save_head()
+        return records
+
+    def append_missing(self, entries: Iterable[AuditEntry]) -> list[AuditRecord]:
+        """Record those entries of a replayed journal that a crash kept out of this log.
+
+        Entries come in journal order, all of one `ref` in the same call; what is already there
+        is skipped, so that a replay may run any number of times.
+        """
+        last, known = self._chain.last_ref, self._chain.last_ref_count
+        missing = []
+        for entry in entries:
+            if entry.ref < 1:
+                raise InvalidInput(
+                    "an audit entry without a journal position cannot be replayed; nothing was "
+                    "recorded. Use append_many for it",
+                    operation=entry.operation,
+                )
+            if entry.ref == last and known:
+                known -= 1
+            elif entry.ref >= last:
+                missing.append(entry)
+        return self.append_many(missing)
+
+    def checkpoint(self, *, at_us: int) -> Checkpoint:
+        """Sign the end of the chain now, durably."""
+        self._check_usable()
+        draft = self._chain.copy()
+        signed = draft.checkpoint(self._signer, at_us=at_us)
+        if self._chain.sequence > self._chain.last_checkpoint:
+            self._write([encode_line(signed)])
+            self._chain, self._at_us = draft, max(self._at_us, at_us)
+            self._save_head()
+        return signed
+
+    def records(
+        self,
+        *,
+        message: str | None = None,
+        actor: str | None = None,
+        since_us: int | None = None,
+        until_us: int | None = None,
+        operation: str | None = None,
+    ) -> Iterator[AuditRecord]:
+        """The records that match, oldest first; see `AuditReader.records`."""
+        return self._reader.records(
+            message=message,
+            actor=actor,
+            since_us=since_us,
+            until_us=until_us,
+            operation=operation,
+        )
+
+    def verify(self, *, public_key: str | None = None, expect_last: Head | None = None) -> Verdict:
+        """Walk the whole log; see `AuditReader.verify`."""
+        return self._reader.verify(
+            public_key=public_key or self.public_key, expect_last=expect_last or self.head
+        )
+
+    def export(self, target: Disk, *, at_us: int) -> Manifest:
+        """Finish the present file and copy all finished ones to `target` with a signed manifest."""
+        self.checkpoint(at_us=at_us)
+        if self._chain.sequence >= self._header.first_sequence:
+            self._rotate()
+        head = Head(self._chain.sequence, self._chain.hash)
+        paths = self._reader.files()[:-1]
+        return export_files(self._disk, target, paths, head=head, signer=self._signer, at_us=at_us)
+
+    def close(self) -> None:
+        """Sign the end, save the head and let go of the file."""
+        if self._failure is None:
+            with contextlib.suppress(DiskFull):  # the last signed place stays a valid one
+                self.checkpoint(at_us=self._at_us)
+            self._failure = "it was closed"
+        self._file.close()
+
+    def _check_usable(self) -> None:
+        if self._failure is not None:
+            raise WriterFailed(
+                f"the audit log takes no more records: {self._failure}. Open it again",
+                file=self._path,
+            )
+
+    def _fail(self, error: OSError) -> NoReturn:
+        self._failure = f"writing {self._path} failed ({error})"
+        raise WriterFailed(
+            f"{self._failure}; what was synced before is kept. Check the disk, then open again",
+            file=self._path,
+        ) from error
+
+    def _full(self, error: OSError) -> NoReturn:
+        raise DiskFull(
+            "no room for audit records; nothing was recorded. Free space and try again",
+            retry_after_s=FULL_RETRY_S,
+            file=self._path,
+        ) from error
+
+    def _write(self, lines: list[bytes]) -> None:
+        try:
+            self._file.append(lines)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                self._fail(error)
+            self._cut_back()
+            self._full(error)
+        try:
+            self._file.sync()
+        except OSError as error:
+            self._fail(error)
+        self._size += sum(map(len, lines))
+
+    def _cut_back(self) -> None:
+        try:
+            self._file.truncate(self._size)
+            self._file.sync()
+        except OSError as error:
+            self._fail(error)
+
+    def _rotate(self) -> None:
+        self.checkpoint(at_us=self._at_us)
+        chain = self._chain
+        header = FileHeader(
+            FORMAT,
+            chain.sequence + 1,
+            chain.hash,
+            self._header.first_sequence,
+            chain.last_ref,
+            chain.last_ref_count,
+        )
+        path, line = f"{FOLDER}/{file_name(header.first_sequence)}", encode_line(header)
+        try:
+            write_file(self._disk, path, [line])
+        except OSError as error:
+            # Once the new name may exist, going on in the old file would fork the chain.
+            if error.errno != errno.ENOSPC or self._disk.exists(path):
+                self._fail(error)
+            self._full(error)
+        self._file.close()
+        self._path, self._header, self._size = path, header, len(line)
+        self._file = self._disk.open(path, write=True)
+        self._save_head()
+
+    def _save_head(self) -> None:
+        try:
+            write_head(self._disk, self._signer, self.head, at_us=self._at_us)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:  # an older head is still a true one
+                self._fail(error)

@@ -1,0 +1,116 @@
+"""Signed JSON documents of the audit folder: the saved head and the manifest of an export.
+
+A sealed document is one line of JSON whose last field is the Ed25519 signature over a tag and
+the same line with that field empty.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from penstock.core.audit import FORMAT, is_signed
+from penstock.model.errors import FormatTooNew
+
+if TYPE_CHECKING:
+    from penstock.core.audit import Signer
+
+FOLDER = "audit"
+HEAD_PATH = f"{FOLDER}/head.json"
+KEY_PATH = f"{FOLDER}/key"
+PUBLIC_KEY_PATH = f"{FOLDER}/key.pub"
+
+
+class SavedHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The content of head.json: how far the log reached when it was written, and in which file."""
+
+    format: int
+    at_us: int
+    sequence: int
+    hash: str
+    checkpoint: int
+    file: str
+    public_key: str
+    signature: str = ""
+
+
+class ExportedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One copied file: its path, length and SHA-256."""
+
+    path: str
+    size_bytes: int
+    sha256: str
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one export holds, and up to which record."""
+
+    format: int
+    at_us: int
+    sequence: int
+    hash: str
+    files: list[ExportedFile]
+    public_key: str
+    signature: str = ""
+
+
+Document = TypeVar("Document", SavedHead, Manifest)
+
+_TAGS: dict[type, bytes] = {
+    SavedHead: b"penstock.audit.head.1\n",
+    Manifest: b"penstock.audit.manifest.1\n",
+}
+
+
+class _Versioned(msgspec.Struct):
+    format: int = 0
+
+
+def refuse_newer(path: str, data: bytes) -> None:
+    """Raise FormatTooNew if the JSON object in `data` says that it is."""
+    try:
+        version = msgspec.json.decode(data, type=_Versioned).format
+    except ValueError:
+        return
+    if version > FORMAT:
+        raise FormatTooNew(
+            f"{path} has audit format {version}, this Penstock reads up to {FORMAT}. "
+            "Nothing was changed; install a newer Penstock",
+            file=path,
+            format=version,
+        )
+
+
+def _signed_bytes(document: SavedHead | Manifest) -> bytes:
+    unsigned = msgspec.structs.replace(document, signature="")
+    return _TAGS[type(document)] + msgspec.json.encode(unsigned)
+
+
+def seal(document: Document, signer: Signer) -> Document:
+    """The document with its signature.
+
+    >>> from penstock.core.audit import GENESIS, Signer
+    >>> signer = Signer(bytes(32))
+    >>> head = seal(SavedHead(1, 0, 0, GENESIS, 0, "audit/x.ndjson", signer.public_key), signer)
+    >>> unseal(sealed_bytes(head), SavedHead, signer.public_key) == head
+    True
+    """
+    return msgspec.structs.replace(document, signature=signer.sign(_signed_bytes(document)))
+
+
+def sealed_bytes(document: SavedHead | Manifest) -> bytes:
+    """The file a sealed document is stored as."""
+    return msgspec.json.encode(document) + b"\n"
+
+
+def unseal(data: bytes, kind: type[Document], public_key: str) -> Document | None:
+    """The document in a file; None unless it is whole and signed by that key."""
+    try:
+        document = msgspec.json.decode(data, type=kind)
+    except ValueError:
+        return None
+    exact = sealed_bytes(document) == data and document.public_key == public_key
+    if exact and is_signed(_signed_bytes(document), public_key, document.signature):
+        return document
+    return None

@@ -1,0 +1,292 @@
+"""The one door to files: everything that touches storage goes through a `Disk`.
+
+Production uses `RealDisk`; `mem:` and the simulator bring their own (penstock.testing). The
+Protocol is as small as the log needs, and says what survives a crash: bytes after `File.sync`,
+names after `Disk.sync_dir`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import mmap
+import os
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from penstock.model.errors import FolderLocked
+
+Bytes = bytes | bytearray | memoryview
+
+IOV_MAX = 1024  # what Linux takes in one writev
+
+
+class File(Protocol):
+    """One open file. Appends go to `end`; nothing is durable before `sync`."""
+
+    def append(self, parts: Sequence[Bytes]) -> None:
+        """Write the parts one after another at the end of what was written so far."""
+        ...
+
+    def write_at(self, offset: int, data: Bytes) -> None:
+        """Overwrite in place; not moved by and not moving the append position."""
+        ...
+
+    def read(self, offset: int, size: int) -> memoryview:
+        """Up to `size` bytes from `offset`; shorter at the end of the file. Valid until close."""
+        ...
+
+    def sync(self) -> None:
+        """fdatasync: returns when the bytes are on stable storage; raises OSError if they may not be."""
+        ...
+
+    def allocate(self, size: int) -> None:
+        """Reserve room so that appends up to `size` cannot hit a full disk (raises ENOSPC now)."""
+        ...
+
+    def truncate(self, size: int) -> None:
+        """Cut the file to `size` bytes; appends continue there."""
+        ...
+
+    def size(self) -> int:
+        """Length in bytes, allocated room included."""
+        ...
+
+    def close(self) -> None:
+        """Release the handle; does not sync."""
+        ...
+
+
+class Lock(Protocol):
+    """A held folder lock."""
+
+    def release(self) -> None:
+        """Let another writer in."""
+        ...
+
+
+class Disk(Protocol):
+    """A folder of files. Paths are relative, with `/`."""
+
+    def open(self, path: str, *, create: bool = False, write: bool = False) -> File:
+        """Open an existing file, or make an empty one (`create` implies `write`)."""
+        ...
+
+    def list(self, folder: str) -> list[str]:
+        """Names in a folder, sorted; empty when the folder is missing."""
+        ...
+
+    def exists(self, path: str) -> bool:
+        """Whether a file of that name is there."""
+        ...
+
+    def rename(self, source: str, target: str) -> None:
+        """Move over the target atomically; durable after `sync_dir`."""
+        ...
+
+    def remove(self, path: str) -> None:
+        """Delete one file."""
+        ...
+
+    def make_dir(self, folder: str) -> None:
+        """Make a folder and its parents; durable when it returns."""
+        ...
+
+    def sync_dir(self, folder: str) -> None:
+        """Make the names in a folder durable."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Room left on the device."""
+        ...
+
+    def lock(self) -> Lock:
+        """Become the one writer of this folder, or raise FolderLocked naming the holder."""
+        ...
+
+
+def write_file(disk: Disk, path: str, parts: Sequence[Bytes]) -> None:
+    """Write a whole file so that it is there completely or not at all, crash or no crash."""
+    folder = path.rpartition("/")[0]
+    temporary = f"{path}.tmp"
+    if disk.exists(temporary):
+        disk.remove(temporary)
+    file = disk.open(temporary, create=True)
+    try:
+        file.append(parts)
+        file.sync()
+    finally:
+        file.close()
+    disk.rename(temporary, path)
+    disk.sync_dir(folder)
+
+
+def read_file(disk: Disk, path: str) -> bytes:
+    """The whole content of a file."""
+    file = disk.open(path)
+    try:
+        return bytes(file.read(0, file.size()))
+    finally:
+        file.close()
+
+
+class RealFile:
+    """A `File` on the operating system; reads are memory-mapped."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._fd = descriptor
+        self._end = os.fstat(descriptor).st_size
+        self._map: mmap.mmap | None = None
+
+    def append(self, parts: Sequence[Bytes]) -> None:
+        for start in range(0, len(parts), IOV_MAX):
+            chunk: list[Bytes] = list(parts[start : start + IOV_MAX])
+            while chunk:
+                written = os.pwritev(self._fd, chunk, self._end)
+                self._end += written
+                while chunk and written >= len(chunk[0]):
+                    written -= len(chunk.pop(0))
+                if chunk and written:
+                    chunk[0] = memoryview(chunk[0])[written:]
+
+    def write_at(self, offset: int, data: Bytes) -> None:
+        view = memoryview(data)
+        while view:
+            written = os.pwrite(self._fd, view, offset)
+            offset += written
+            view = view[written:]
+
+    def read(self, offset: int, size: int) -> memoryview:
+        if self._map is None or offset + size > len(self._map):
+            length = os.fstat(self._fd).st_size
+            if offset >= length or size == 0:
+                return memoryview(b"")
+            if self._map is None or length > len(self._map):
+                # The old map stays alive for as long as somebody holds a view into it.
+                self._map = mmap.mmap(self._fd, length, prot=mmap.PROT_READ)
+        return memoryview(self._map)[offset : offset + size]
+
+    def sync(self) -> None:
+        os.fdatasync(self._fd)
+
+    def allocate(self, size: int) -> None:
+        if size > os.fstat(self._fd).st_size:
+            os.posix_fallocate(self._fd, 0, size)
+
+    def truncate(self, size: int) -> None:
+        self._map = None  # reading a map past the end of its file kills the process
+        os.ftruncate(self._fd, size)
+        self._end = size
+
+    def size(self) -> int:
+        return os.fstat(self._fd).st_size
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class RealLock:
+    """An flock held for the life of the writer; the kernel lets go when the process dies."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._fd = descriptor
+
+    def release(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class RealDisk:
+    """A `Disk` that is a folder of the operating system.
+
+    >>> import tempfile
+    >>> disk = RealDisk(tempfile.mkdtemp())
+    >>> write_file(disk, "hello", [b"wor", b"ld"])
+    >>> read_file(disk, "hello")
+    b'world'
+    """
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root)
+
+    def __reduce__(self) -> tuple[type[RealDisk], tuple[str]]:
+        return (RealDisk, (str(self.root),))
+
+    def open(self, path: str, *, create: bool = False, write: bool = False) -> RealFile:
+        flags = os.O_RDWR if create or write else os.O_RDONLY
+        if create:
+            flags |= os.O_CREAT | os.O_EXCL
+        return RealFile(os.open(self.root / path, flags | os.O_CLOEXEC, 0o640))
+
+    def list(self, folder: str) -> list[str]:
+        try:
+            return sorted(os.listdir(self.root / folder))
+        except FileNotFoundError:
+            return []
+
+    def exists(self, path: str) -> bool:
+        return (self.root / path).exists()
+
+    def rename(self, source: str, target: str) -> None:
+        os.replace(self.root / source, self.root / target)
+
+    def remove(self, path: str) -> None:
+        os.unlink(self.root / path)
+
+    def make_dir(self, folder: str) -> None:
+        path = self.root / folder
+        if path.is_dir():
+            return
+        path.mkdir(parents=True, exist_ok=True)
+        for parent in (path, *path.parents):
+            self._sync_path(parent)
+            if parent == self.root.parent or parent == parent.parent:
+                break
+
+    def sync_dir(self, folder: str) -> None:
+        self._sync_path(self.root / folder)
+
+    @staticmethod
+    def _sync_path(path: Path) -> None:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def free_bytes(self) -> int:
+        status = os.statvfs(self.root)
+        return status.f_bavail * status.f_frsize
+
+    def lock(self) -> RealLock:
+        path = self.root / "lock"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(descriptor, 4096, 0).decode("utf-8", "replace").strip()
+            os.close(descriptor)
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise
+            raise FolderLocked(
+                f"{self.root} is being written by {holder or 'another process'}. "
+                "Stop that process, or open the folder read-only with '?mode=ro'",
+                path=str(self.root),
+                holder=holder,
+            ) from None
+        holder = json.dumps(
+            {"pid": os.getpid(), "host": socket.gethostname(), "since": round(time.time(), 3)}
+        )
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, holder.encode(), 0)
+        with contextlib.suppress(OSError):  # the name in the lock is a courtesy, the flock the lock
+            os.fsync(descriptor)
+        return RealLock(descriptor)

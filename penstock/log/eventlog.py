@@ -1,0 +1,237 @@
+"""The event log: every partition of every topic behind one offset space.
+
+An offset is looked up in memory, then in the journal, then in the sealed segments, and read from
+wherever it lies. Look-ups are arithmetic on the owner's loop; `load` does the reading and may run
+in a thread, because a plan stays true until the files are reclaimed, a grace time later.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, bisect_right
+from collections import deque
+from typing import NamedTuple
+
+from penstock.log.disk import Disk
+from penstock.log.journal import JournalReader
+from penstock.log.manifest import Manifest
+from penstock.log.segment import SegmentInfo
+from penstock.log.segment_reader import GroupCache, SegmentReader
+from penstock.log.side import attach
+from penstock.model.batch import BatchHead, EventBatch
+from penstock.model.errors import OffsetExpired
+
+Place = tuple[str, int]
+
+
+class InMemory(NamedTuple):
+    """A batch that is still at hand."""
+
+    batch: EventBatch
+
+
+class InJournal(NamedTuple):
+    """A batch in a journal file."""
+
+    base: int
+    position: int
+    inner: int
+
+
+class InSegment(NamedTuple):
+    """A stretch of a sealed segment."""
+
+    info: SegmentInfo
+    topic: str
+    partition: int
+    offset: int
+    limit: int
+
+
+Source = InMemory | InJournal | InSegment
+
+
+class PartitionLog:
+    """Where the unsealed batches of one partition lie."""
+
+    __slots__ = (
+        "bases",
+        "end",
+        "files",
+        "floor",
+        "inners",
+        "last_time_us",
+        "next",
+        "positions",
+        "recent",
+        "times",
+    )
+
+    def __init__(self, end: int = 0) -> None:
+        self.end = end
+        """Behind the last committed event: what readers may see."""
+        self.next = end
+        """The offset the next event gets; ahead of `end` while a commit is under way."""
+        self.floor = 0
+        """Offsets below belong to a deleted topic of the same name."""
+        self.last_time_us = 0
+        self.bases = array("q")
+        self.times = array("q")
+        self.files = array("Q")
+        self.positions = array("Q")
+        self.inners = array("I")
+        self.recent: dict[int, EventBatch] = {}
+
+    def add(self, head: BatchHead | EventBatch, base: int, position: int, inner: int) -> None:
+        """A batch is committed at `position` of the journal file that begins at `base`."""
+        self.bases.append(head.base_offset)
+        self.times.append(head.append_time_us)
+        self.files.append(base)
+        self.positions.append(position)
+        self.inners.append(inner)
+        self.end = head.base_offset + head.count
+        self.next = max(self.next, self.end)
+        self.last_time_us = max(self.last_time_us, head.append_time_us)
+
+    def forget_before(self, position: int) -> None:
+        """The journal before `position` is sealed."""
+        cut = bisect_left(self.positions, position)
+        if cut:
+            for column in (self.bases, self.times, self.files, self.positions, self.inners):
+                del column[:cut]
+
+
+class EventLog:
+    """Finds and reads events."""
+
+    def __init__(self, disk: Disk, manifest: Manifest, *, cache_bytes: int) -> None:
+        self.disk = disk
+        self.manifest = manifest
+        self.journal = JournalReader(disk)
+        self.partitions: dict[Place, PartitionLog] = {}
+        self._recent: deque[tuple[PartitionLog, int, int]] = deque()
+        self._recent_bytes = 0
+        self._cache_bytes = cache_bytes
+        self._row_groups = GroupCache(cache_bytes)
+
+    def partition(self, topic: str, partition: int) -> PartitionLog:
+        """The index of a partition, made from the manifest on first sight."""
+        place = (topic, partition)
+        log = self.partitions.get(place)
+        if log is None:
+            log = self.partitions[place] = PartitionLog()
+            sealed = self.manifest.ranges(topic, partition)
+            if sealed:
+                log.end = log.next = sealed[-1][1].last_offset + 1
+                log.last_time_us = sealed[-1][1].last_time_us
+        return log
+
+    def remember(self, batch: EventBatch, log: PartitionLog) -> None:
+        """Keep a committed batch at hand for the consumers that are about to ask for it."""
+        size = batch.size_bytes
+        log.recent[batch.base_offset] = batch
+        self._recent.append((log, batch.base_offset, size))
+        self._recent_bytes += size
+        while self._recent_bytes > self._cache_bytes:
+            old, base, size = self._recent.popleft()
+            old.recent.pop(base, None)
+            self._recent_bytes -= size
+
+    def bounds(self, topic: str, partition: int) -> tuple[int, int]:
+        """The first offset still there, and the one behind the last."""
+        log = self.partition(topic, partition)
+        sealed = self.manifest.ranges(topic, partition)
+        if sealed:
+            first = sealed[0][1].first_offset
+        else:
+            first = log.bases[0] if log.bases else log.end
+        return max(first, log.floor), log.end
+
+    def plan(self, topic: str, partition: int, offset: int, limit: int) -> list[Source]:
+        """Where the next events from `offset` on lie; about `limit` events, at least one batch."""
+        log = self.partition(topic, partition)
+        if offset >= log.end:
+            return []
+        if log.bases and offset >= max(log.bases[0], log.floor):
+            return self._plan_journal(log, offset, limit)
+        found = self.manifest.find(topic, partition, offset) if offset >= log.floor else None
+        if found is None:
+            first, end = self.bounds(topic, partition)
+            raise OffsetExpired(
+                f"{topic}/{partition}/{offset} is gone: retention kept {first} to {end - 1}. Start "
+                f"at {first}, or keep events longer",
+                topic=topic,
+                partition=partition,
+                first_offset=first,
+                end_offset=end,
+            )
+        info, stretch = found
+        upto = stretch.last_offset + 1
+        if log.bases:
+            upto = min(upto, log.bases[0])
+        return [InSegment(info, topic, partition, offset, min(limit, upto - offset))]
+
+    def _plan_journal(self, log: PartitionLog, offset: int, limit: int) -> list[Source]:
+        at = bisect_right(log.bases, offset) - 1
+        sources: list[Source] = []
+        while at < len(log.bases) and (not sources or log.bases[at] < offset + limit):
+            batch = log.recent.get(log.bases[at])
+            if batch is not None:
+                sources.append(InMemory(batch))
+            else:
+                sources.append(InJournal(log.files[at], log.positions[at], log.inners[at]))
+            at += 1
+        return sources
+
+    def load(self, sources: list[Source], offset: int, limit: int) -> list[EventBatch]:
+        """Read what was planned, cut to the events from `offset` on, at most `limit`."""
+        batches: list[EventBatch] = []
+        for source in sources:
+            if isinstance(source, InMemory):
+                batches.append(source.batch)
+            elif isinstance(source, InJournal):
+                batch = self.journal.batch(source.base, source.position, source.inner)
+                batches.append(attach(self.disk, batch))
+            else:
+                reader = SegmentReader(self.disk, source.info, cache=self._row_groups)
+                batches += reader.read(source.topic, source.partition, source.offset, source.limit)
+        return [
+            part
+            for batch in batches
+            if (part := _within(batch, offset, offset + limit)) is not None
+        ]
+
+    def read(self, topic: str, partition: int, offset: int, limit: int) -> list[EventBatch]:
+        """Plan and load in one go."""
+        return self.load(self.plan(topic, partition, offset, limit), offset, limit)
+
+    def find_time(self, topic: str, partition: int, time_us: int) -> int:
+        """The first offset appended at or after a time; the end when there is none."""
+        log = self.partition(topic, partition)
+        if not log.bases or time_us <= log.times[0]:
+            for info, stretch in self.manifest.ranges(topic, partition):
+                if stretch.last_time_us >= time_us:
+                    reader = SegmentReader(self.disk, info, cache=self._row_groups)
+                    return reader.find_time(topic, partition, time_us)
+        at = bisect_left(log.times, time_us)
+        return log.bases[at] if at < len(log.bases) else log.end
+
+    def sealed(self, position: int) -> None:
+        """Everything in the journal before `position` is in segments now."""
+        for log in self.partitions.values():
+            log.forget_before(position)
+
+    def drop_topic(self, topic: str) -> None:
+        """Forget a deleted topic."""
+        for place in [place for place in self.partitions if place[0] == topic]:
+            del self.partitions[place]
+
+    def close(self) -> None:
+        """Release the files."""
+        self.journal.close()
+
+
+def _within(batch: EventBatch, start: int, stop: int) -> EventBatch | None:
+    first = max(start - batch.base_offset, 0)
+    last = min(stop - batch.base_offset, batch.count)
+    return batch.slice(first, last) if first < last else None

@@ -1,0 +1,368 @@
+"""The journal: one ordered log that everything is appended to, committed in groups.
+
+The owner collects entries into a `Commit`, a thread of its own writes and syncs it while the owner
+goes on, and only then are the entries true. Files are allocated before they are written, so a full
+disk shows itself before anything is accepted, never in the middle of a commit.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from penstock.log.disk import Bytes, Disk, File
+from penstock.log.frame import (
+    BATCH,
+    FILE_HEADER,
+    GROUP,
+    Frame,
+    encode_frame,
+    frame_bytes,
+    frames,
+    read_frame,
+    read_group,
+)
+from penstock.log.side import attach
+from penstock.model.batch import EventBatch
+from penstock.model.errors import Corrupted, DiskFull, WriterFailed
+from penstock.model.settings import Journal as JournalSettings
+
+FOLDER = "journal"
+SPARE = f"{FOLDER}/spare"
+WATERMARK = f"{FOLDER}/watermark"
+FORMAT = 1
+# Room behind `file_bytes` for the commit that fills the file up.
+SLACK_BYTES = 64 * 1024
+
+
+class FileHeader(msgspec.Struct, frozen=True):
+    """The first entry of every journal file."""
+
+    format: int
+    epoch: int
+    base: int
+    created_us: int
+
+
+def file_name(base: int) -> str:
+    """Where the journal file that begins at `base` lies."""
+    return f"{FOLDER}/{base:020d}.jnl"
+
+
+def file_bases(disk: Disk) -> list[int]:
+    """The positions at which journal files begin, in order."""
+    return [int(name[:-4]) for name in disk.list(FOLDER) if name.endswith(".jnl")]
+
+
+class Watermark:
+    """How far the journal may be read by others; written only after the data is durable.
+
+    Two slots are written in turn, so a torn write leaves the older one. It is never synced: after
+    a power failure it may be behind, which is safe; it is never ahead.
+    """
+
+    _SLOT = struct.Struct("<QQI")
+    _STRIDE = 512
+
+    def __init__(self, disk: Disk, *, write: bool) -> None:
+        if write and not disk.exists(WATERMARK):
+            self._file = disk.open(WATERMARK, create=True)
+            self._file.append([bytes(2 * self._STRIDE)])
+        else:
+            self._file = disk.open(WATERMARK, write=write)
+        self._turn = 0
+
+    def publish(self, position: int, epoch: int) -> None:
+        """Let readers see everything before `position`."""
+        checksum = zlib.crc32(struct.pack("<QQ", position, epoch))
+        slot = self._SLOT.pack(position, epoch, checksum)
+        self._file.write_at(self._turn * self._STRIDE, slot)
+        self._turn ^= 1
+
+    def read(self) -> int:
+        """The highest position published, or 0."""
+        best = 0
+        for turn in (0, 1):
+            slot = self._file.read(turn * self._STRIDE, self._SLOT.size)
+            if len(slot) < self._SLOT.size:
+                continue
+            position, epoch, checksum = self._SLOT.unpack(slot)
+            if zlib.crc32(struct.pack("<QQ", position, epoch)) == checksum:
+                best = max(best, position)
+        return best
+
+    def close(self) -> None:
+        """Release the file."""
+        self._file.close()
+
+
+class Commit:
+    """Entries that become durable together: one write, one sync."""
+
+    __slots__ = ("durable", "end", "entries", "roll", "start")
+
+    def __init__(self, start: int, durable: int, roll: FileHeader | None) -> None:
+        self.start = start
+        self.end = start
+        self.durable = durable
+        self.roll = roll
+        self.entries: list[tuple[int, int, Sequence[Bytes]]] = []
+
+    def add(self, kind: int, parts: Sequence[Bytes]) -> int:
+        """Append an entry; returns the position it will have."""
+        position = self.end
+        self.entries.append((position, kind, parts))
+        self.end += frame_bytes(sum(map(len, parts)))
+        return position
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
+class Journal:
+    """The writer's side: the active file, the spare one behind it, and the watermark.
+
+    `prepare`, `write` and `sync` touch the disk; the owner calls them one at a time, from a
+    thread. The rest is arithmetic and belongs to the owner's loop.
+    """
+
+    def __init__(self, disk: Disk, settings: JournalSettings, *, position: int, epoch: int) -> None:
+        self.epoch = epoch
+        self.position = position
+        """Where the next entry goes."""
+        self.durable = position
+        """Everything before this survives a power failure."""
+        self.failed: WriterFailed | None = None
+        self.written_bytes = 0
+        self.base = position
+        """Where the active file begins."""
+        self._settings = settings
+        self._disk = disk
+        self._file: File | None = None
+        self._file_base = 0
+        self._file_bytes = 0
+        self._allocated = 0
+        self._spare: File | None = None
+        self._spare_bytes = 0
+        self._opened_us = 0
+        self._watermark = Watermark(disk, write=True)
+
+    # -- on the owner's loop ---------------------------------------------------------------------
+
+    def spare_wanted(self, size: int) -> int:
+        """How much `prepare` should allocate now, or 0: there is always a file in reserve."""
+        if self._spare_bytes >= size + SLACK_BYTES:
+            return 0
+        return max(self._settings.file_bytes, size) + SLACK_BYTES
+
+    def begin(self, now_us: int, first_bytes: int) -> Commit:
+        """Start a commit; it goes to the spare file when the active one is full or old."""
+        used = self.position - self.base
+        full = self._file is None or used + first_bytes + SLACK_BYTES > self._allocated
+        past = used >= self._settings.file_bytes
+        old = used > SLACK_BYTES and now_us - self._opened_us > self._settings.roll_after_s * 1e6
+        if not self._spare_bytes or not (full or past or old):
+            return Commit(self.position, self.durable, None)
+        header = FileHeader(FORMAT, self.epoch, self.position, now_us)
+        commit = Commit(self.position, self.durable, header)
+        commit.add(FILE_HEADER, [msgspec.msgpack.encode(header)])
+        self.base, self._opened_us = self.position, now_us
+        self._allocated, self._spare_bytes = self._spare_bytes, 0
+        return commit
+
+    def fits(self, commit: Commit, size: int, *, reserve: bool = False) -> bool:
+        """Whether `size` more bytes can join the commit without asking the disk for room.
+
+        Publishes leave `reserve_bytes` of the last file to acks and other small entries.
+        """
+        keep = 0
+        if not reserve and not self._spare_bytes:
+            keep = min(self._settings.reserve_bytes, self._settings.file_bytes // 4)
+        return commit.end - self.base + size + keep <= self._allocated
+
+    def place(self, commit: Commit) -> None:
+        """Take the commit's place in the journal; the next one begins behind it."""
+        self.position = commit.end
+
+    # -- on the writer's thread ------------------------------------------------------------------
+
+    def prepare(self, size: int) -> None:
+        """Allocate the spare file; raises DiskFull when there is no room, and changes nothing."""
+        if self._spare is not None:
+            self._spare.close()
+            self._spare, self._spare_bytes = None, 0
+        if self._disk.exists(SPARE):
+            self._disk.remove(SPARE)
+        file: File | None = None
+        try:
+            file = self._disk.open(SPARE, create=True)
+            file.allocate(size)
+        except OSError as error:
+            if file is not None:
+                file.close()
+                self._disk.remove(SPARE)
+            raise DiskFull(
+                f"no room for {size} bytes of journal ({error.strerror}): nothing was lost, reads "
+                "go on. Free some space or lower retention; publishing resumes by itself",
+                retry_after_s=1.0,
+                needed_bytes=size,
+            ) from None
+        self._spare, self._spare_bytes = file, size
+
+    def write(self, commit: Commit, *, sync: bool) -> None:
+        """Put the commit on disk; after a failure the journal takes no more, ever."""
+        if self.failed is not None:
+            raise self.failed
+        try:
+            if commit.roll is not None:
+                self._roll(commit.roll.base)
+            assert self._file is not None
+            parts: list[Bytes] = []
+            for position, kind, body in commit.entries:
+                parts += encode_frame(
+                    kind, body, position=position, durable=commit.durable, epoch=self.epoch
+                )
+            self._file.append(parts)
+            self._file_bytes += len(commit)
+            self.written_bytes += len(commit)
+            if sync:
+                self._file.sync()
+                self.durable = commit.end
+                self._watermark.publish(commit.end, self.epoch)
+        except OSError as error:
+            raise self._fail(error) from error
+
+    def sync(self) -> None:
+        """Make everything written so far durable and visible to other processes."""
+        if self.failed is not None:
+            raise self.failed
+        end = self._file_base + self._file_bytes if self._file is not None else self.durable
+        try:
+            if self._file is not None:
+                self._file.sync()
+            self.durable = end
+            self._watermark.publish(end, self.epoch)
+        except OSError as error:
+            raise self._fail(error) from error
+
+    def publish(self, end: int) -> None:
+        """Show other processes what was written, durable or not (`fsync = never`)."""
+        self._watermark.publish(end, self.epoch)
+
+    def _roll(self, base: int) -> None:
+        if self._file is not None:
+            # What is not used goes back to the disk; the file before the last is always whole.
+            self._file.truncate(self._file_bytes)
+            self._file.sync()
+            self._file.close()
+        assert self._spare is not None
+        self._disk.rename(SPARE, file_name(base))
+        self._disk.sync_dir(FOLDER)
+        self._file, self._spare = self._spare, None
+        self._file_base, self._file_bytes = base, 0
+
+    def _fail(self, error: OSError) -> WriterFailed:
+        self.failed = WriterFailed(
+            f"the disk could not make events durable ({error.strerror}); what was acknowledged is "
+            "kept, what was not may be lost. Check the disk, then open the folder again",
+            errno=error.errno,
+        )
+        return self.failed
+
+    def close(self) -> None:
+        """Give unused room back and release the files."""
+        if self._spare is not None:
+            self._spare.close()
+            self._disk.remove(SPARE)
+        if self._file is not None:
+            if self.failed is None:
+                self._file.truncate(self._file_bytes)
+                self.sync()
+            self._file.close()
+        self._watermark.close()
+
+
+class JournalReader:
+    """Reads entries back by position, checking each frame; keeps the files it needs mapped."""
+
+    def __init__(self, disk: Disk) -> None:
+        self._disk = disk
+        self._bases: list[int] = []
+        self._files: dict[int, File] = {}
+
+    def body(self, base: int, position: int) -> memoryview:
+        """The body of the frame at `position` in the file that begins at `base`."""
+        frame = read_frame(self.view(base), base, position)
+        if frame is None:
+            raise Corrupted(
+                f"{file_name(base)}: the entry at {position} fails its checksum; it was not "
+                "served. Restore the file from a copy, nothing was deleted",
+                path=file_name(base),
+                position=position,
+            )
+        return frame.body
+
+    def batch(self, base: int, position: int, inner: int) -> EventBatch:
+        """The batch at `position`, or at offset `inner` of the group there."""
+        body = self.body(base, position)
+        return EventBatch.decode(body[inner:])
+
+    def view(self, base: int) -> memoryview:
+        """A whole journal file, memory-mapped."""
+        file = self._files.get(base)
+        if file is None:
+            try:
+                file = self._disk.open(file_name(base))
+            except FileNotFoundError:
+                raise Corrupted(
+                    f"{file_name(base)} is missing; the events in it cannot be read. Restore it "
+                    "from a copy, nothing was deleted",
+                    path=file_name(base),
+                ) from None
+            self._files[base] = file
+        return file.read(0, file.size())
+
+    def forget(self, base: int) -> None:
+        """Let go of a file that is about to be removed."""
+        file = self._files.pop(base, None)
+        if file is not None:
+            file.close()
+
+    def close(self) -> None:
+        """Release all files."""
+        for base in list(self._files):
+            self.forget(base)
+
+
+def batches_in(frame: Frame) -> Iterator[tuple[int, memoryview]]:
+    """(offset in the frame's body, encoded batch) for each batch of an entry."""
+    if frame.kind == BATCH:
+        yield 0, frame.body
+    elif frame.kind == GROUP:
+        for inner, kind, body in read_group(frame.body):
+            if kind == BATCH:
+                yield inner, body
+
+
+def sealed_batches(disk: Disk, base: int, end: int) -> Iterator[EventBatch]:
+    """Every batch of one closed journal file, for the sealer; a bad frame raises Corrupted."""
+    file = disk.open(file_name(base))
+    try:
+        view = file.read(0, file.size())
+        position = base
+        for frame in frames(view, base, base, end):
+            position = frame.end
+            for _, body in batches_in(frame):
+                yield attach(disk, EventBatch.decode(body))
+        if position != end:
+            raise Corrupted(
+                f"{file_name(base)}: no whole entry at {position}, {end - position} bytes before "
+                "its end; it was not sealed and nothing was deleted",
+                path=file_name(base),
+                position=position,
+            )
+    finally:
+        file.close()

@@ -1,0 +1,270 @@
+"""Recovery: from a folder to a running log, or a clear refusal.
+
+The journal is read from the newest snapshot on. An interrupted write at its very end is cut off:
+it was never acknowledged. Anything else that does not fit (a hole, a missing file, damage below
+what was acknowledged) is refused with the place named, and nothing is deleted.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple
+
+import msgspec
+
+from penstock.core.entry import Audited, decode_entries
+from penstock.log.disk import Disk, read_file, write_file
+from penstock.log.eventlog import EventLog
+from penstock.log.frame import CONTROL, FILE_HEADER, GROUP, Frame, frames, later_frames, read_group
+from penstock.log.journal import (
+    FOLDER,
+    FORMAT,
+    SPARE,
+    WATERMARK,
+    FileHeader,
+    Watermark,
+    batches_in,
+    file_bases,
+    file_name,
+)
+from penstock.log.manifest import Manifest
+from penstock.log.snapshot import Fold
+from penstock.model.batch import BatchHead
+from penstock.model.errors import Corrupted, FormatTooNew, NotADataFolder, OffsetExpired
+from penstock.model.settings import Settings
+
+ABOUT = "penstock.json"
+FOLDERS = (FOLDER, "segments", "state", "side", "audit")
+
+
+class Recovered(NamedTuple):
+    """What a folder held."""
+
+    log: EventLog
+    fold: Fold
+    position: int
+    """Where the next journal entry goes."""
+    epoch: int
+    """The highest epoch seen; a writer takes the next."""
+    torn_bytes: int
+    """Bytes of an interrupted, never acknowledged write that were cut off."""
+    audited: list[tuple[int, Audited]]
+    """Operator actions in the journal, by reference, for the audit chain to catch up with."""
+    side: dict[bytes, int]
+    """Payloads in side files: token and the position of the entry that names it."""
+    snapshot_at: int
+    """Position of the snapshot the recovery began with."""
+
+
+def check_folder(disk: Disk, *, write: bool) -> None:
+    """Refuse what is no data folder or too new; make a new one when writing."""
+    if disk.exists(ABOUT):
+        try:
+            version = json.loads(read_file(disk, ABOUT))["format"]
+        except (ValueError, KeyError, TypeError):
+            raise Corrupted(
+                f"{ABOUT} cannot be read; write {{'format': {FORMAT}}} into it if this is a "
+                "Penstock folder",
+                path=ABOUT,
+            ) from None
+        if version > FORMAT:
+            raise FormatTooNew(
+                f"the folder has format {version}, this Penstock reads up to {FORMAT}. Upgrade "
+                "Penstock; nothing was changed",
+                version=version,
+            )
+        return
+    others = [name for name in disk.list("") if name not in ("lock", *FOLDERS)]
+    if others or not write:
+        found = f"it holds {others[:3]}" if others else "it is empty"
+        raise NotADataFolder(
+            f"this is no Penstock folder: {found}. Choose an empty or a new folder",
+            found=others[:10],
+        )
+    for folder in FOLDERS:
+        disk.make_dir(folder)
+    write_file(disk, ABOUT, [json.dumps({"format": FORMAT, "made by": "penstock"}).encode()])
+
+
+class Recovery:
+    """One reading of the journal, shared by writers (once) and read-only readers (again and again)."""
+
+    def __init__(self, disk: Disk, settings: Settings, *, write: bool) -> None:
+        self.disk = disk
+        self.write = write
+        self.manifest = Manifest.load(disk, write=write)
+        self.log = EventLog(disk, self.manifest, cache_bytes=settings.limits.cache_bytes)
+        self.fold = Fold.load(disk, settings.dedup)
+        self.snapshot_at = self.fold.position
+        self.epoch = 0
+        self.torn_bytes = 0
+        self.audited: list[tuple[int, Audited]] = []
+        self.watermark = self._read_watermark()
+        self.position = min(self.fold.position, self.manifest.sealed_to)
+        self._indexed = self.manifest.sealed_to
+        self.side: dict[bytes, int] = {}
+        for topic, ends in self.fold.ends.items():
+            for partition, (end, time_us) in enumerate(ends):
+                log = self.log.partition(topic, partition)
+                log.end = log.next = max(log.end, end)
+                log.last_time_us = max(log.last_time_us, time_us)
+
+    def _read_watermark(self) -> int:
+        if not self.disk.exists(WATERMARK):
+            return 0
+        mark = Watermark(self.disk, write=False)
+        try:
+            return mark.read()
+        finally:
+            mark.close()
+
+    def run(self) -> Recovered:
+        """Read everything there is."""
+        bases = file_bases(self.disk)
+        wanted = [base for base in bases if base >= self.position]
+        older = [base for base in bases if base < self.position]
+        if older and (not wanted or wanted[0] != self.position):
+            wanted.insert(0, older[-1])
+        self._check_start(wanted)
+        for number, base in enumerate(wanted):
+            following = wanted[number + 1] if number + 1 < len(wanted) else None
+            self._read_file(base, following)
+        if self.position < self.watermark:
+            raise self._hole(file_name(wanted[-1]) if wanted else FOLDER, self.position)
+        return Recovered(
+            self.log, self.fold, self.position, self.epoch, self.torn_bytes, self.audited,
+            self.side, self.snapshot_at,
+        )  # fmt: skip
+
+    def advance(self) -> bool:
+        """Read on as far as the writer, in another process, has published; for read-only readers."""
+        before = self.position
+        self.watermark = max(self.watermark, self._read_watermark())
+        changed = self.manifest.refresh()
+        while self.position < self.watermark:
+            bases = [base for base in file_bases(self.disk) if base <= self.position]
+            if not bases:
+                raise OffsetExpired(
+                    "the writer reclaimed the journal before it was read here; open the folder again"
+                )
+            here = self.position
+            self._read_on(bases[-1])
+            if self.position == here:
+                raise self._hole(file_name(bases[-1]), here)
+        if changed:
+            self._indexed = max(self._indexed, self.manifest.sealed_to)
+            self.log.sealed(self.manifest.sealed_to)
+        return changed or self.position != before
+
+    def _read_on(self, base: int) -> None:
+        file = self.disk.open(file_name(base))
+        try:
+            view = file.read(0, file.size())
+            for frame in frames(view, base, self.position, min(base + len(view), self.watermark)):
+                self._take(base, frame)
+                self.position = frame.end
+        finally:
+            file.close()
+
+    def _check_start(self, wanted: list[int]) -> None:
+        first = wanted[0] if wanted else self.watermark
+        if first > self.position:
+            raise Corrupted(
+                f"{file_name(self.position)} is missing: the journal before {first} is neither in "
+                "a file nor sealed. Restore it from a copy; nothing was deleted",
+                path=file_name(self.position),
+                position=self.position,
+            )
+
+    def _read_file(self, base: int, following: int | None) -> None:
+        file = self.disk.open(file_name(base), write=self.write)
+        try:
+            view = file.read(0, file.size())
+            limit = base + len(view)
+            if not self.write:
+                limit = min(limit, self.watermark)
+            position = base
+            for frame in frames(view, base, base, limit):
+                position = frame.end
+                self._take(base, frame)
+            if following is not None:
+                if position != following:
+                    raise self._hole(file_name(base), position)
+            elif self.write:
+                self._check_tail(base, view, position)
+                self._cut_tail(base, view, position)
+                if position == base:
+                    return
+                file.truncate(position - base)
+                file.sync()
+        finally:
+            file.close()
+        self.position = max(self.position, position)
+
+    def _take(self, base: int, frame: Frame) -> None:
+        self.epoch = max(self.epoch, frame.epoch)
+        if frame.kind == FILE_HEADER:
+            header = msgspec.msgpack.decode(frame.body, type=FileHeader)
+            if header.format > FORMAT:
+                raise FormatTooNew(
+                    f"{file_name(base)} has format {header.format}, this Penstock reads up to "
+                    f"{FORMAT}. Upgrade Penstock; nothing was changed",
+                    version=header.format,
+                )
+            return
+        if frame.position >= self._indexed:
+            for inner, body in batches_in(frame):
+                head = BatchHead.parse(body)
+                log = self.log.partition(head.topic, head.partition)
+                log.add(head, base, frame.position, inner)
+                if head.side_bytes:
+                    self.side[head.token_base] = frame.position
+        if frame.position >= self.fold.position:
+            self.fold.take(frame)
+        self._collect_audit(frame)
+
+    def _collect_audit(self, frame: Frame) -> None:
+        bodies = [frame.body] if frame.kind == CONTROL else []
+        if frame.kind == GROUP:
+            bodies = [body for _, kind, body in read_group(frame.body) if kind == CONTROL]
+        number = 0
+        for body in bodies:
+            if b"audited" not in bytes(body):
+                continue
+            for entry in decode_entries(body):
+                if isinstance(entry, Audited):
+                    self.audited.append((frame.position + number, entry))
+                    number += 1
+
+    def _check_tail(self, base: int, view: memoryview, end: int) -> None:
+        """A broken frame at the end is an interrupted write only if nothing proves it was durable."""
+        if end < self.watermark:
+            raise self._hole(file_name(base), end)
+        for frame in later_frames(view, base, end):
+            if frame.durable > end:
+                raise self._hole(file_name(base), end)
+
+    def _cut_tail(self, base: int, view: memoryview, end: int) -> None:
+        tail = bytes(view[end - base :])
+        self.torn_bytes += len(tail.rstrip(b"\0"))
+        if end == base:
+            self.disk.remove(file_name(base))
+            self.disk.sync_dir(FOLDER)
+
+    def _hole(self, path: str, position: int) -> Corrupted:
+        return Corrupted(
+            f"{path} is damaged at position {position}, and what follows was acknowledged. Nothing "
+            "was deleted. Restore the file from a copy; what lies before can be read with '?mode=ro'",
+            path=path,
+            position=position,
+        )
+
+
+def open_for_writing(disk: Disk, settings: Settings) -> Recovered:
+    """Recover a folder whose lock is held."""
+    check_folder(disk, write=True)
+    for folder in FOLDERS:
+        disk.make_dir(folder)
+    if disk.exists(SPARE):
+        disk.remove(SPARE)
+    return Recovery(disk, settings, write=True).run()

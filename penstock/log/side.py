@@ -1,0 +1,72 @@
+"""Side files: large payloads beside the journal, so that they sit in nobody else's commit.
+
+The file is durable before the journal entry that names it. In the entry the payload is replaced by
+its checksum; sealing puts the payload into the segment, and the side file goes.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+
+from penstock.log.disk import Bytes, Disk, write_file
+from penstock.model.batch import EventBatch
+from penstock.model.column import Strings
+from penstock.model.errors import Corrupted
+
+FOLDER = "side"
+_STUB = struct.Struct("<I")
+
+
+def side_path(token: bytes) -> str:
+    """Where the payload of the event with this token lies."""
+    return f"{FOLDER}/{token.hex()}"
+
+
+def detach(batch: EventBatch) -> tuple[str, Bytes]:
+    """Replace the payload of a batch of one by its checksum; returns the file to write."""
+    assert batch.count == 1
+    payload = batch.payload_column.at(0)
+    batch.side_bytes = len(payload)
+    batch.payload_column = Strings.of([_STUB.pack(zlib.crc32(payload))])
+    return side_path(batch.token_base), payload
+
+
+def write_side(disk: Disk, path: str, payload: Bytes) -> None:
+    """Make a payload durable."""
+    write_file(disk, path, [payload])
+
+
+def attach(disk: Disk, batch: EventBatch) -> EventBatch:
+    """Put the payload back into a batch whose payload lies in a side file."""
+    if not batch.side_bytes:
+        return batch
+    path = side_path(batch.token_base)
+    try:
+        file = disk.open(path)
+    except FileNotFoundError:
+        raise _damaged(path, batch, "is missing") from None
+    try:
+        payload = bytes(file.read(0, file.size()))
+    finally:
+        file.close()
+    (checksum,) = _STUB.unpack(batch.payload_column.at(0))
+    if len(payload) != batch.side_bytes or zlib.crc32(payload) != checksum:
+        raise _damaged(path, batch, "fails its checksum")
+    whole = batch.slice(0, 1)
+    if whole is batch:
+        whole = EventBatch.decode(batch.encode())
+    whole.side_bytes = 0
+    whole.payload_column = Strings.of([payload])
+    whole.forget_encoding()
+    return whole
+
+
+def _damaged(path: str, batch: EventBatch, what: str) -> Corrupted:
+    return Corrupted(
+        f"side file {path} of {batch.topic}/{batch.partition}/{batch.base_offset} {what}; the "
+        "event was not served. Restore the file from a copy, nothing was deleted",
+        path=path,
+        topic=batch.topic,
+        offset=batch.base_offset,
+    )

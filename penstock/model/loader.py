@@ -1,0 +1,263 @@
+"""Read settings from a file, the environment and flags, the later one winning field by field.
+
+Every value is checked where it comes from, so a problem names its source, its key, the value and
+what is allowed. `load` stops the program on the first run; `check` lists everything at once.
+
+    file         [durability]                      TOML, one table per group
+                 fsync = "interval"
+    environment  PENSTOCK_DURABILITY_FSYNC=interval
+    flag         {"durability.fsync": "interval"}
+
+Sizes and durations may carry a unit ("64MiB", "5m"); `none` lifts a limit that can be lifted.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+from msgspec import inspect
+
+from penstock.model.consistency import conflicts
+from penstock.model.errors import InvalidSettings
+from penstock.model.quantity import parse, unit_of
+from penstock.model.reference import allowed
+from penstock.model.settings import MIB, Settings, TenantLimits, field_types
+
+MAX_FILE_BYTES = MIB  # thousands of tenants fit; a data file given by mistake does not
+MAX_KEY_CHARS = 255  # what a tenant may be called, and far more than any setting is
+PREFIX = "PENSTOCK_"
+NOT_SETTINGS = frozenset({"PENSTOCK_URL", "PENSTOCK_CONFIG"})  # where the bus and this file are
+TENANTS = "admission.tenants"
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """One thing wrong, or doubtful, in a configuration."""
+
+    severity: Literal["error", "warning"]
+    source: str
+    key: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.severity}: {self.source}: {self.key}: {self.message}"
+
+
+class Entry(NamedTuple):
+    """One value somebody wrote, before it is understood."""
+
+    source: str
+    key: str
+    value: Any
+    text: bool  # everything is text in the environment, so "5" may be a number there
+
+
+def load(
+    path: str | None = None,
+    env: Mapping[str, str] = NOTHING,
+    flags: Mapping[str, Any] = NOTHING,
+) -> Settings:
+    """The settings of a bus, or InvalidSettings that says what to change where.
+
+    >>> load(env={"PENSTOCK_JOURNAL_FILE_BYTES": "64MiB"}).journal.file_bytes
+    67108864
+    >>> load(flags={"durability.fsnc": "never"})  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    penstock.model.errors.InvalidSettings: flag: durability.fsnc: ... did you mean durability.fsync...
+    """
+    settings, problems = _resolve(path, env, flags)
+    errors = [problem for problem in problems if problem.severity == "error"]
+    if not errors:
+        return settings
+    first = errors[0]
+    more = f" ({len(errors) - 1} more: see `penstock config check`)" if len(errors) > 1 else ""
+    raise InvalidSettings(
+        f"{first.source}: {first.key}: {first.message}{more}",
+        key=first.key,
+        source=first.source,
+        problems=problems,
+    )
+
+
+def check(
+    path: str | None = None,
+    env: Mapping[str, str] = NOTHING,
+    flags: Mapping[str, Any] = NOTHING,
+) -> list[Problem]:
+    """Everything wrong or doubtful, errors first, without starting anything.
+
+    >>> [str(problem) for problem in check(flags={"delivery.max_attempts": 0})]
+    ['error: flag: delivery.max_attempts: 0 is not allowed; give 1 to 1000']
+    """
+    return sorted(_resolve(path, env, flags)[1], key=lambda problem: problem.severity)
+
+
+def _resolve(
+    path: str | None, env: Mapping[str, str], flags: Mapping[str, Any]
+) -> tuple[Settings, list[Problem]]:
+    problems: list[Problem] = []
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for entry in _entries(path, env, flags, problems):
+        try:
+            value = _understood(entry)
+        except ValueError as error:
+            problems.append(Problem("error", entry.source, entry.key, str(error)))
+        else:
+            values[entry.key] = value
+            sources[entry.key] = entry.source
+    settings = _build(values)
+    faulty = {problem.key for problem in problems}
+    for severity, keys, message in conflicts(settings):
+        if faulty.isdisjoint(keys):
+            # The rule speaks about what somebody wrote, not about the default beside it.
+            key = next((key for key in keys if key in sources), keys[0])
+            problems.append(Problem(severity, sources.get(key, "default"), key, message))
+    return settings, problems
+
+
+def _entries(
+    path: str | None, env: Mapping[str, str], flags: Mapping[str, Any], problems: list[Problem]
+) -> Iterator[Entry]:
+    if path is not None:
+        source = f"file {path}"
+        try:
+            tables = read_file(path)
+        except InvalidSettings as error:
+            problems.append(Problem("error", source, "-", error.message))
+            tables = {}
+        for group, table in tables.items():
+            fields = table.items() if isinstance(table, dict) else [("", table)]
+            for field, value in fields:
+                yield from _split(Entry(source, f"{group}.{field}".rstrip("."), value, False))
+    for name, text in sorted(env.items()):
+        if name.startswith(PREFIX) and name not in NOT_SETTINGS:
+            group, _, field = name.removeprefix(PREFIX).lower().partition("_")
+            yield from _split(Entry(f"environment {name}", f"{group}.{field}", text, True))
+    for key, value in flags.items():
+        yield from _split(Entry("flag", key, value, isinstance(value, str)))
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """The tables of a TOML settings file. The only place in this layer that opens a file."""
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise ValueError(f"it is over {MAX_FILE_BYTES} bytes")
+        return tomllib.loads(data.decode())
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidSettings(
+            f"cannot read the settings file {path}: {error}. Give a readable TOML file",
+            path=path,
+        ) from error
+
+
+def _split(entry: Entry) -> Iterator[Entry]:
+    """Take a table of tenants apart, so that each of their limits is one entry like any other."""
+    tenants = entry.value
+    if entry.key == TENANTS and entry.text:
+        try:
+            tenants = msgspec.json.decode(tenants)
+        except (msgspec.DecodeError, RecursionError):
+            tenants = None
+    if entry.key != TENANTS or not isinstance(tenants, Mapping):
+        yield entry
+        return
+    for tenant, limits in tenants.items():
+        if isinstance(limits, TenantLimits):
+            limits = msgspec.structs.asdict(limits)
+        if not isinstance(limits, Mapping):
+            yield entry._replace(key=f"{TENANTS}.{tenant}", value=limits)
+            continue
+        for field, value in limits.items():
+            yield entry._replace(key=f"{TENANTS}.{tenant}.{field}", value=value)
+
+
+def _understood(entry: Entry) -> Any:
+    """The value as its field wants it; ValueError says what is wrong with it."""
+    if len(entry.key) > MAX_KEY_CHARS:
+        raise ValueError(f"the name is over {MAX_KEY_CHARS} characters; give a shorter one")
+    kind = _kind(entry.key)
+    if kind is None:
+        raise ValueError(f"there is no such setting; did you mean {_nearest(entry.key)}?")
+    unit = unit_of(entry.key.rpartition(".")[2])
+    shown = repr(entry.value)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    try:
+        value = _plain(entry.value, unit, _shape(kind))
+    except ValueError as error:
+        raise ValueError(f"{shown} {error}; give {allowed(kind, unit)}") from None
+    try:
+        return msgspec.convert(value, kind, strict=not entry.text)
+    except msgspec.ValidationError:
+        raise ValueError(f"{shown} is not allowed; give {allowed(kind, unit)}") from None
+
+
+def _shape(kind: Any) -> Literal["optional", "list", "single"]:
+    info = inspect.type_info(kind)
+    if isinstance(info, inspect.Metadata):
+        info = info.type
+    if isinstance(info, inspect.UnionType) and info.includes_none:
+        return "optional"
+    return "list" if isinstance(info, inspect.VarTupleType) else "single"
+
+
+def _plain(value: Any, unit: str, shape: str) -> Any:
+    """Units worked out, `none` taken for None where the field can be without a limit."""
+    if isinstance(value, list | tuple):
+        return [_plain(item, unit, "single") for item in value]
+    if not isinstance(value, str):
+        return value
+    if shape == "optional" and value.strip().lower() == "none":
+        return None
+    if shape == "list":
+        return [_plain(item, unit, "single") for item in value.strip("[] ").split(",")]
+    return parse(value, unit) if unit else value
+
+
+def _kind(key: str) -> Any:
+    """The type of the setting `key`, or None where there is no such setting."""
+    if key.startswith(TENANTS + "."):
+        tenant, _, field = key.removeprefix(TENANTS + ".").rpartition(".")
+        return field_types(TenantLimits).get(field) if tenant else None
+    group, _, field = key.partition(".")
+    kind = field_types(Settings).get(group)
+    return field_types(kind).get(field) if kind else None
+
+
+def _nearest(key: str) -> str:
+    if key.startswith(TENANTS + "."):
+        tenant = key.removeprefix(TENANTS + ".").rpartition(".")[0] or "NAME"
+        known = [f"{TENANTS}.{tenant}.{field}" for field in field_types(TenantLimits)]
+    else:
+        known = [f"{group}.{field}" for group in field_types(Settings) for field in _fields(group)]
+        # The right field in the wrong group is nearer than any spelling.
+        known = [name for name in known if name.partition(".")[2] == key.partition(".")[2]] or known
+    return difflib.get_close_matches(key, known, n=1, cutoff=0)[0]
+
+
+def _fields(group: str) -> dict[str, Any]:
+    return field_types(field_types(Settings)[group])
+
+
+def _build(values: Mapping[str, Any]) -> Settings:
+    groups: dict[str, dict[str, Any]] = {name: {} for name in field_types(Settings)}
+    tenants: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        if key.startswith(TENANTS + "."):
+            tenant, _, field = key.removeprefix(TENANTS + ".").rpartition(".")
+            tenants.setdefault(tenant, {})[field] = value
+        else:
+            group, _, field = key.partition(".")
+            groups[group][field] = value
+    groups["admission"]["tenants"] = {
+        name: TenantLimits(**limits) for name, limits in tenants.items()
+    }
+    return Settings(**{name: kind(**groups[name]) for name, kind in field_types(Settings).items()})

@@ -1,0 +1,87 @@
+"""Sizes and durations as people write them: "64 MiB", "30d".
+
+The unit of a setting is the end of its name, so `file_bytes` understands "256MiB" and `lease_s`
+understands "5m", and both are printed back that way.
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+from typing import Any
+
+BYTES = {
+    **{"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15},
+    **{"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50},
+}
+MILLISECONDS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+SHOWN_SPANS = {"ms": "ms", "s": "s", "m": "min", "h": "h", "d": "d"}
+
+# 18 digits hold every size and time there is and keep the arithmetic small.
+NUMBER = re.compile(r"\s*(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]*)\s*")
+
+
+def unit_of(name: str) -> str:
+    """The unit a field name ends in: "bytes", "s", "ms", or "" for a plain number.
+
+    >>> unit_of("file_bytes"), unit_of("lease_s"), unit_of("bytes_per_s"), unit_of("events_per_s")
+    ('bytes', 's', 'bytes', '')
+    """
+    if name.endswith("_per_s"):
+        return "bytes" if name.startswith("bytes") else ""
+    last = name.rpartition("_")[2]
+    return last if last in ("bytes", "s", "ms") else ""
+
+
+def parse(text: str, unit: str) -> int | float:
+    """The number of `unit` that a text means; a text without a unit is in `unit` already.
+
+    >>> parse("64MiB", "bytes"), parse("1.5 GB", "bytes"), parse("2h", "s"), parse("1.5s", "ms")
+    (67108864, 1500000000, 7200, 1500)
+    """
+    match = NUMBER.fullmatch(text)
+    if match is None:
+        raise ValueError("is not a number with a unit")
+    number, suffix = Decimal(match[1]), match[2]
+    if unit == "bytes":
+        factors = {name.lower(): Decimal(factor) for name, factor in BYTES.items()}
+        suffix = suffix.lower()
+        known = "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"
+    else:
+        base = MILLISECONDS[unit]
+        factors = {name: Decimal(factor) / base for name, factor in MILLISECONDS.items()}
+        factors[""] = Decimal(1)
+        known = ", ".join(MILLISECONDS)
+    if suffix not in factors:
+        raise ValueError(f"has an unknown unit {match[2]!r}; known: {known}")
+    value = number * factors[suffix]
+    return int(value) if value == int(value) else float(value)
+
+
+def show(value: Any, unit: str) -> str:
+    """A value the way a person would write it.
+
+    >>> show(67108864, "bytes"), show(2592000, "s"), show(1500, "ms"), show(None, "s"), show(5, "")
+    ('64 MiB', '30 d', '1500 ms', 'none', '5')
+    """
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return ", ".join(show(item, unit) for item in value)
+    if unit == "" or isinstance(value, str) or value == 0:
+        return f"{value:.15g}" if isinstance(value, float) else str(value)
+    if unit == "bytes":
+        steps = {name: Decimal(factor) for name, factor in BYTES.items() if name.endswith("iB")}
+        steps["B"] = Decimal(1)
+    else:
+        steps = {
+            SHOWN_SPANS[name]: Decimal(f) / MILLISECONDS[unit] for name, f in MILLISECONDS.items()
+        }
+    exact = Decimal(str(value))
+    fitting = {name: step for name, step in steps.items() if exact % step == 0}
+    if not fitting:
+        return f"{value:g} {unit}"
+    name = max(fitting, key=lambda name: fitting[name])
+    return f"{int(exact / fitting[name])} {name}"

@@ -1,0 +1,225 @@
+"""Capabilities of publishing: transactions, idempotency, request-reply."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import Any
+
+import msgspec
+import pytest
+
+import penstock
+from penstock.testing.conformance.declared import Declared
+from penstock.testing.conformance.harness import (
+    entered,
+    nothing,
+    numbers,
+    payloads,
+    read,
+    take,
+)
+
+
+class Answer(msgspec.Struct):
+    """A typed reply."""
+
+    sum: int
+
+
+class Change(Exception):
+    """Raised inside a transaction to leave it."""
+
+
+class TestTransactions(Declared):
+    """Transactions"""
+
+    capability = "transactions"
+
+    async def call(self, bus: penstock.Bus, topic: str, group: str) -> None:
+        """Begin a transaction."""
+        await entered(bus.transaction())
+
+    async def test_together(self, bus: penstock.Bus, topic: str, group: str) -> None:
+        """Publishes to several topics and acks become visible together, when the block ends."""
+        source, left, right = f"{topic}.source", f"{topic}.left", f"{topic}.right"
+        await bus.publish(source, b"in")
+        async with bus.subscribe(source, group=group) as sub:
+            [event] = await take(sub, 1, ack=False)
+            async with bus.transaction() as tx:
+                tx.publish(left, b"1", key=b"k")
+                tx.publish_many(right, [b"2", b"3"])
+                tx.ack(event)
+                assert await read(bus, left) == []
+                assert await read(bus, right) == []
+            assert [receipt.count for receipt in tx.receipts] == [1, 2]
+        assert payloads(await read(bus, left)) == [b"1"]
+        assert payloads(await read(bus, right)) == [b"2", b"3"]
+        async with bus.subscribe(source, group=group) as sub:
+            await nothing(sub)
+
+    async def test_not_at_all(self, bus: penstock.Bus, topic: str, group: str) -> None:
+        """When the block is left by an exception, nothing of it has happened."""
+        source, target = f"{topic}.source", f"{topic}.target"
+        await bus.publish(source, b"in")
+
+        async def fail(event: penstock.Event) -> None:
+            async with bus.transaction() as tx:
+                tx.publish(target, b"out")
+                tx.ack(event)
+                raise Change
+
+        async with bus.subscribe(source, group=group) as sub:
+            [event] = await take(sub, 1, ack=False)
+            with pytest.raises(Change):
+                await fail(event)
+            assert await read(bus, target) == []
+            await event.nack(delay_s=0.0)
+            [again] = await take(sub, 1)
+            assert again.id == event.id
+
+    async def test_bad_input(self, bus: penstock.Bus, topic: str) -> None:
+        """One publish that is refused refuses the whole transaction."""
+
+        async def fail() -> None:
+            async with bus.transaction() as tx:
+                tx.publish(topic, b"good")
+                tx.publish("bad..topic", b"x")
+
+        with pytest.raises(penstock.InvalidTopic):
+            await fail()
+        assert await read(bus, topic) == []
+
+    async def test_commit(self, bus: penstock.Bus, topic: str, group: str) -> None:
+        """A log group's cursor moves with the publishes of the transaction, or not at all."""
+        source, target = f"{topic}.source", f"{topic}.target"
+        await bus.publish_many(source, numbers(6))
+
+        async def step(sub: penstock.Subscription, *, fail: bool) -> None:
+            async with bus.transaction() as tx:
+                for event in await take(sub, 2):
+                    tx.publish(target, event.payload)
+                tx.commit(sub)
+                if fail:
+                    raise Change
+
+        async with bus.subscribe(source, group=group, mode="log") as sub:
+            await step(sub, fail=False)
+            with pytest.raises(Change):
+                await step(sub, fail=True)
+        async with bus.subscribe(source, group=group, mode="log") as sub:
+            await step(sub, fail=False)
+            await step(sub, fail=False)
+        assert payloads(await read(bus, target)) == numbers(6)
+
+    async def test_stale_ack(self, bus: penstock.Bus, topic: str, group: str) -> None:
+        """A transaction with an ack that cannot be taken publishes nothing."""
+        source, target = f"{topic}.source", f"{topic}.target"
+        await bus.publish(source, b"in")
+
+        async def twice(event: penstock.Event) -> None:
+            async with bus.transaction() as tx:
+                tx.publish(target, b"out")
+                tx.ack(event)
+
+        async with bus.subscribe(source, group=group) as sub:
+            [event] = await take(sub, 1)
+            with pytest.raises(penstock.AlreadySettled):
+                await twice(event)
+        assert await read(bus, target) == []
+
+
+class TestIdempotency(Declared):
+    """Idempotent publishing"""
+
+    capability = "idempotency"
+
+    async def call(self, bus: penstock.Bus, topic: str, group: str) -> None:
+        """Publish under an idempotency key."""
+        await bus.publish(topic, b"x", idempotency_key="job-7")
+
+    async def test_key(self, bus: penstock.Bus, topic: str) -> None:
+        """A second publish under the same key stores nothing; its receipt is that of the first."""
+        first = await bus.publish(topic, b"first", idempotency_key="job-7")
+        second = await bus.publish(topic, b"second", idempotency_key="job-7")
+        other = await bus.publish(topic, b"other", idempotency_key="job-8")
+        assert (first.duplicate, second.duplicate, other.duplicate) == (False, True, False)
+        assert second.ids() == first.ids()
+        assert second.token == first.token
+        assert payloads(await read(bus, topic)) == [b"first", b"other"]
+
+    async def test_token(self, bus: penstock.Bus, topic: str) -> None:
+        """The same holds for a token given by the caller."""
+        token = uuid.uuid4().bytes
+        first = await bus.publish(topic, b"x", token=token)
+        second = await bus.publish(topic, b"x", token=token)
+        assert (first.duplicate, second.duplicate) == (False, True)
+        assert payloads(await read(bus, topic)) == [b"x"]
+
+    async def test_batch(self, bus: penstock.Bus, topic: str) -> None:
+        """A batch published again under the same keys stores nothing."""
+        keys = [f"job-{number}" for number in range(10)]
+        first = await bus.publish_many(topic, numbers(10), idempotency_keys=keys)
+        second = await bus.publish_many(topic, numbers(10), idempotency_keys=keys)
+        assert (first.duplicate, second.duplicate) == (False, True)
+        assert second.ids() == first.ids()
+        assert payloads(await read(bus, topic)) == numbers(10)
+
+    async def test_part_of_a_batch(self, bus: penstock.Bus, topic: str) -> None:
+        """Of a batch that was published in part before, only the new events are stored."""
+        await bus.publish_many(topic, numbers(2), idempotency_keys=["a", "b"])
+        await bus.publish_many(topic, numbers(4), idempotency_keys=["a", "b", "c", "d"])
+        assert payloads(await read(bus, topic)) == numbers(4)
+
+    async def test_topics_apart(self, bus: penstock.Bus, topic: str) -> None:
+        """A key is remembered for its topic only."""
+        first = await bus.publish(f"{topic}.a", b"x", idempotency_key="job-7")
+        second = await bus.publish(f"{topic}.b", b"x", idempotency_key="job-7")
+        assert (first.duplicate, second.duplicate) == (False, False)
+
+
+class TestRequestReply(Declared):
+    """Request and reply"""
+
+    capability = "request-reply"
+
+    async def call(self, bus: penstock.Bus, topic: str, group: str) -> None:
+        """Send a request."""
+        await bus.request(topic, b"x", timeout_s=0.1)
+
+    async def test_reply(self, bus: penstock.Bus, topic: str, group: str) -> None:
+        """What a handler returns is the reply to the request it handled, decoded as asked."""
+
+        @bus.handler(topic, group=group)
+        async def add(numbers: list[int]) -> dict[str, Any]:
+            return {"sum": sum(numbers)}
+
+        assert await bus.request(topic, [1, 2, 3]) == {"sum": 6}
+        assert await bus.request(topic, [4, 5], type=Answer) == Answer(9)
+
+    async def test_own_reply(self, bus: penstock.Bus, topic: str, group: str) -> None:
+        """Requests made at the same time each get their own reply."""
+
+        @bus.handler(topic, group=group, concurrency=10)
+        async def double(number: int) -> int:
+            await asyncio.sleep(0.01 * (number % 3))
+            return 2 * number
+
+        replies = await asyncio.gather(*(bus.request(topic, number) for number in range(30)))
+        assert replies == [2 * number for number in range(30)]
+
+    async def test_timeout(self, bus: penstock.Bus, topic: str) -> None:
+        """A request nobody answers raises RequestTimedOut."""
+        with pytest.raises(penstock.RequestTimedOut):
+            await bus.request(topic, b"anyone?", timeout_s=0.2)
+
+    async def test_plain_publish(self, bus: penstock.Bus, topic: str, group: str) -> None:
+        """What a handler returns for an event that is no request goes nowhere."""
+
+        @bus.handler(topic, group=group)
+        async def echo(event: penstock.Event) -> bytes:
+            return event.payload
+
+        await bus.publish(topic, b"x")
+        assert await bus.request(topic, b"y") == b"y"
+        assert payloads(await read(bus, topic)) == [b"x", b"y"]

@@ -1,0 +1,182 @@
+"""`penstock dlq` exactly as T8 says, and `penstock audit` (T9) about it."""
+
+from __future__ import annotations
+
+import pytest
+
+import penstock
+
+AUDITED = ("--actor", "ann", "--reason", "fixed the bug")
+
+
+async def kill(
+    cli, values: list[bytes], topic: str = "orders", group: str = "billing"
+) -> list[str]:
+    """Dead letters the way they come about: a consumer rejects events."""
+    async with penstock.connect(str(cli.data)) as bus:
+        for value in values:
+            await bus.publish(topic, value, key=b"k", headers={"h": "v"})
+        async with bus.subscribe(topic, group=group) as subscription:
+            for _ in values:
+                event = await subscription.get(timeout_s=10)
+                assert event is not None
+                await event.reject("cannot be billed")
+        await bus.flush()
+        return [letter.id for letter in await bus.dead_letters.list(consumer=group)]
+
+
+async def test_list_and_inspect(cli):
+    ids = await kill(cli, [b'{"id": 7}', b"\xff"])
+    await kill(cli, [b"other"], topic="mails", group="sender")
+    rows = cli.ok("dlq", "list", "--json").rows
+    assert len(rows) == 3
+    assert [
+        row["id"] for row in cli.ok("dlq", "list", "--consumer", "billing", "--json").rows
+    ] == ids
+    assert len(cli.ok("dlq", "list", "--topic", "mails", "--json").rows) == 1
+    assert len(cli.ok("dlq", "list", "--tenant", "default", "--json").rows) == 3
+    assert cli.ok("dlq", "list", "--tenant", "nobody", "--json").rows == []
+    assert len(cli.ok("dlq", "list", "--limit", "2", "--json").rows) == 2
+    assert "cannot be billed" in cli.ok("dlq", "list").text
+    one = cli.ok("dlq", "inspect", "--id", ids[0], "--json").row
+    assert (one["consumer"], one["topic"], one["key"], one["headers"]) == (
+        "billing",
+        "orders",
+        "k",
+        {"h": "v"},
+    )
+    assert (one["reason"], one["attempts"], one["replay_count"]) == ("cannot be billed", 1, 0)
+    assert '"id"' in cli.ok("dlq", "inspect", "--id", ids[0]).text
+    assert cli("dlq", "inspect", "--id", "nosuch").code in (2, 3)
+
+
+async def test_replay_needs_the_target_restated_and_the_word(cli):
+    (letter,) = await kill(cli, [b"x"])
+    right = ["--target-consumer", "billing", "--target-topic", "orders", *AUDITED]
+    for words, code in (
+        ([*right], "refused.confirmation"),
+        ([*right, "--confirm", "replay"], "refused.confirmation"),
+        ([*right, "--confirm", "PURGE"], "refused.confirmation"),
+        (["--target-consumer", "other", "--target-topic", "orders", *AUDITED, "--confirm", "REPLAY"], "refused.target-mismatch"),
+        (["--target-consumer", "billing", "--target-topic", "order", *AUDITED, "--confirm", "REPLAY"], "refused.target-mismatch"),
+    ):  # fmt: skip
+        result = cli("dlq", "replay", "--ids", letter, *words, "--json")
+        assert result.code != 0, words
+        assert code in result.text, words
+    for missing in range(0, 8, 2):
+        words = [*right, "--confirm", "REPLAY"]
+        del words[missing : missing + 2]
+        assert cli("dlq", "replay", "--ids", letter, *words).code == 2
+    assert cli.ok("dlq", "inspect", "--id", letter, "--json").row["replay_count"] == 0
+
+
+async def test_replay_delivers_again_and_counts(cli):
+    ids = await kill(cli, [b"1", b"2", b"3"])
+    result = cli(
+        "dlq", "replay", "--ids", f"{ids[0]},{ids[1]}", "--ids", "00000000-0000-7000-8000-000000000000@billing",
+        "--target-consumer", "billing", "--target-topic", "orders", *AUDITED, "--confirm", "REPLAY", "--json",
+    )  # fmt: skip
+    assert result.code == 1, "one of them failed"
+    row = result.row
+    assert (row["requested"], row["done"], row["failed"]) == (3, 2, 1)
+    assert [each["result"] for each in row["results"]] == ["replayed", "replayed", "failed"]
+    assert row["failures"][0]["code"] == "notfound.dead-letter"
+    async with (
+        penstock.connect(str(cli.data)) as bus,
+        bus.subscribe("orders", group="billing") as subscription,
+    ):
+        got = []
+        for _ in range(2):
+            event = await subscription.get(timeout_s=10)
+            assert event is not None
+            got.append(event.payload)
+            await event.reject("again")
+        assert sorted(got) == [b"1", b"2"]
+        await bus.flush()
+    counts = {row["id"]: row["replay_count"] for row in cli.ok("dlq", "list", "--json").rows}
+    assert counts == {ids[0]: 1, ids[1]: 1, ids[2]: 0}
+
+
+async def test_replay_prints_results_for_people(cli):
+    ids = await kill(cli, [b"1"])
+    result = cli.ok(
+        "dlq", "replay", "--ids", ids[0], "--target-consumer", "billing", "--target-topic", "orders",
+        *AUDITED, "--confirm", "REPLAY",
+    )  # fmt: skip
+    assert "replayed" in result.text
+    assert "1 of 1 replayed, 0 failed" in result.text
+
+
+async def test_purge(cli):
+    ids = await kill(cli, [b"1", b"2"])
+    assert cli("dlq", "purge", "--ids", ids[0], *AUDITED).code == 4
+    assert cli("dlq", "purge", "--ids", ids[0], "--actor", "ann", "--confirm", "PURGE").code == 2
+    words = ["--actor", "ann", "--mutation-reason", "spam", "--confirm", "PURGE", "--json"]
+    row = cli.ok("dlq", "purge", "--ids", ids[0], *words).row
+    assert (row["requested"], row["done"], row["failed"]) == (1, 1, 0)
+    assert [row["id"] for row in cli.ok("dlq", "list", "--json").rows] == [ids[1]]
+    again = cli("dlq", "purge", "--ids", ",".join(ids), *words)
+    assert again.code == 1
+    assert (again.row["done"], again.row["failed"]) == (1, 1)
+    assert len(cli.values("orders")) == 2, "the log keeps its events"
+
+
+async def test_dead_letter_by_hand(cli):
+    await kill(cli, [b"1"])
+    cli.ok("publish", "orders", "2")
+    words = ["--consumer", "billing", "--topic", "orders", *AUDITED]
+    row = cli.ok("dlq", "dead-letter", "--id", "orders/0/1", *words, "--json").row
+    assert (row["requested"], row["done"]) == (1, 1)
+    rows = cli.ok("dlq", "list", "--json").rows
+    assert [row["offset"] for row in rows] == [0, 1]
+    assert cli("dlq", "dead-letter", "--id", "orders/0/99", *words).code != 0
+    assert cli("dlq", "dead-letter", "--id", "orders/0/1", *words[:-2]).code == 2
+
+
+async def test_audit_knows_who_did_what(cli):
+    """T9: query by message, actor and time; verify; export."""
+    ids = await kill(cli, [b"1", b"2"])
+    cli.ok(
+        "dlq", "purge", "--ids", ids[0], "--actor", "ann", "--reason", "spam", "--confirm", "PURGE"
+    )
+    cli.ok(
+        "dlq", "purge", "--ids", ids[1], "--actor", "bob", "--reason", "spam", "--confirm", "PURGE"
+    )
+    (row,) = cli.ok("audit", "query", "--actor", "ann", "--json").rows
+    assert (row["actor"], row["reason"]) == ("ann", "spam")
+    assert ids[0] in str(row["targets"])
+    assert cli.ok("audit", "query", "--id", ids[1], "--actor", "bob", "--json").rows
+    assert cli.ok("audit", "query", "--actor", "eve", "--json").rows == []
+    assert cli.ok("audit", "query", "--operation", row["operation"], "--start", "1h", "--json").rows
+    assert cli.ok("audit", "query", "--actor", "ann", "--end", "1h", "--json").rows == []
+    assert "spam" in cli.ok("audit", "query").text
+    assert cli.ok("audit", "verify", "--json").row["ok"] is True
+    assert "the chain is whole" in cli.ok("audit", "verify").text
+
+
+async def test_export_is_verifiable_and_repeatable(cli):
+    ids = await kill(cli, [b"1"])
+    cli.ok("dlq", "purge", "--ids", ids[0], *AUDITED, "--confirm", "PURGE")
+    row = cli.ok("audit", "export", "copy", "--json").row
+    assert row["records"] >= 1
+    assert list((cli.folder / "copy" / "audit").glob("manifest-*.json"))
+    cli.ok("audit", "export", "copy")
+    assert cli.ok("audit", "verify").code == 0
+
+
+@pytest.mark.parametrize("damage", ["change", "remove"])
+async def test_verify_names_the_first_broken_link(cli, damage):
+    ids = await kill(cli, [b"1"])
+    cli.ok("dlq", "purge", "--ids", ids[0], *AUDITED, "--confirm", "PURGE")
+    (path,) = (cli.data / "audit").glob("*.ndjson")
+    if damage == "change":
+        path.write_text(path.read_text().replace('"ann"', '"eve"'))
+    else:
+        path.unlink()
+    result = cli("audit", "verify")
+    assert result.code in (1, 6), result
+    assert path.name in result.text + result.stderr
+    result = cli("audit", "verify", "--json")
+    assert result.code in (1, 6)
+    assert path.name in result.text
+    assert cli("doctor").code == 1

@@ -1,0 +1,344 @@
+"""Admission: every limit of T11 with its answer, quotas of X5, replays of X6, and fairness."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.core import admission as module
+from penstock.core.admission import ADMITTED, Admission, Decision
+from penstock.core.quota import AdmissionLimits, TenantLimits
+from penstock.model.errors import Deferred, Dropped, Rejected, ReplayLimited, Throttled
+
+OFF = AdmissionLimits(
+    max_inflight_per_consumer=None,
+    max_per_topic_queue=None,
+    max_queued_direct=None,
+    max_global_ingress=None,
+)
+
+
+def tenant(**limits: object) -> Admission:
+    return Admission(msgspec.structs.replace(OFF, default=TenantLimits(**limits)))  # type: ignore[arg-type]
+
+
+def publish(admission: Admission, events: int = 1, size: int = 0, **more: object) -> Decision:
+    name = more.pop("tenant", "acme")
+    return admission.admit(name, "orders", events, size, **{"now_s": 0.0, **more})  # type: ignore[arg-type]
+
+
+def verdict(decision: Decision) -> tuple[str, str]:
+    return decision.kind, decision.limit
+
+
+def test_the_defaults_are_those_of_t11() -> None:
+    limits = AdmissionLimits()
+    assert limits.max_inflight_per_consumer == 1024
+    assert limits.max_per_topic_queue == 256
+    assert limits.max_queued_direct == 4096
+    assert limits.max_global_ingress == 8192
+
+
+def test_with_everything_off_everything_comes_in() -> None:
+    admission = Admission(OFF)
+    for _ in range(5):
+        assert publish(admission, 1_000_000, 10**12) is ADMITTED
+    assert admission.window("acme", "c", 10**6) == 10**6
+    assert admission.admit_replay("acme", 0.0) is ADMITTED
+    assert admission.counters == {}
+
+
+def test_the_topic_queue_counts_events_not_frames() -> None:
+    admission = Admission(AdmissionLimits())
+    assert publish(admission, 200) is ADMITTED
+    admission.ingress_done("acme", 200, 0)
+    admission.queued("acme", "orders", 200)
+    assert verdict(publish(admission, 57)) == ("deferred", "max_per_topic_queue")
+    assert publish(admission, 56) is ADMITTED
+    admission.dispatched("acme", "orders", 1)
+    assert publish(admission, 57) is ADMITTED
+    assert admission.admit("acme", "refunds", 256, 0, 0.0) is ADMITTED
+
+
+def test_the_lane_picks_the_queue_limit() -> None:
+    admission = Admission(AdmissionLimits())
+    assert verdict(publish(admission, 257)) == ("dropped", "max_per_topic_queue")
+    assert publish(admission, 257, lane="log") is ADMITTED
+    admission.queued("acme", "orders", 4000)
+    assert publish(admission, 96, lane="direct") is ADMITTED
+    assert verdict(publish(admission, 97, lane="direct")) == ("deferred", "max_queued_direct")
+    assert verdict(publish(admission, 4097, lane="direct")) == ("dropped", "max_queued_direct")
+
+
+def test_the_global_ingress_ends_exactly_at_its_limit() -> None:
+    admission = Admission(AdmissionLimits(max_per_topic_queue=None))
+    assert publish(admission, 8000) is ADMITTED
+    assert verdict(publish(admission, 193)) == ("deferred", "max_global_ingress")
+    assert publish(admission, 192) is ADMITTED
+    assert verdict(publish(admission, 1)) == ("deferred", "max_global_ingress")
+    admission.ingress_done("acme", 8000, 0)
+    assert publish(admission, 8000) is ADMITTED
+    assert verdict(publish(admission, 8193)) == ("dropped", "max_global_ingress")
+
+
+def test_a_tenant_below_its_fair_share_comes_in_when_others_used_up_the_rest() -> None:
+    admission = Admission(msgspec.structs.replace(OFF, max_global_ingress=100))
+    assert publish(admission, 100, tenant="noisy") is ADMITTED
+    assert verdict(publish(admission, 51, tenant="quiet")) == ("deferred", "max_global_ingress")
+    assert publish(admission, 50, tenant="quiet") is ADMITTED
+    assert verdict(publish(admission, 1, tenant="quiet")) == ("deferred", "max_global_ingress")
+    assert verdict(publish(admission, 1, tenant="noisy")) == ("deferred", "max_global_ingress")
+    assert publish(admission, 33, tenant="third") is ADMITTED
+    admission.ingress_done("noisy", 100, 0)
+    assert publish(admission, 17, tenant="noisy") is ADMITTED
+
+
+def test_tenants_that_are_done_no_longer_shrink_the_share() -> None:
+    admission = Admission(msgspec.structs.replace(OFF, max_global_ingress=100))
+    for name in "abcdefgh":
+        publish(admission, 5, tenant=name)
+        admission.ingress_done(name, 5, 0)
+    publish(admission, 100, tenant="noisy")
+    assert publish(admission, 50, tenant="quiet") is ADMITTED
+
+
+def test_fair_shares_stop_at_twice_the_limit() -> None:
+    admission = Admission(msgspec.structs.replace(OFF, max_global_ingress=100))
+    publish(admission, 100, tenant="noisy")
+    admitted = 100
+    for number in range(2, 50):
+        if publish(admission, 100 // number, tenant=f"t{number}") is ADMITTED:
+            admitted += 100 // number
+    assert 150 < admitted <= 200
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 60), st.booleans()), max_size=80))
+def test_the_shared_limit_is_bounded_fair_and_balanced(
+    steps: list[tuple[str, int, bool]],
+) -> None:
+    admission = Admission(msgspec.structs.replace(OFF, max_global_ingress=100))
+    used = dict.fromkeys("abcd", 0)
+    for name, events, done in steps:
+        if done:
+            admission.ingress_done(name, used[name], 0)
+            used[name] = 0
+            continue
+        total = sum(used.values())
+        active = sum(1 for other in used if used[other] or other == name)
+        fair = used[name] + events <= 100 // active and total + events <= 200
+        admitted = publish(admission, events, tenant=name) is ADMITTED
+        assert admitted == (total + events <= 100 or fair)
+        used[name] += events if admitted else 0
+        assert sum(used.values()) <= 200
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["noisy", "quiet"]), st.integers(1, 30), st.integers(0, 3000)),
+        max_size=60,
+    )
+)
+def test_a_noisy_neighbour_changes_nothing_for_others(steps: list[tuple[str, int, int]]) -> None:
+    """The quiet tenant gets the same answers whether the noisy one exists or not."""
+    limits = msgspec.structs.replace(
+        AdmissionLimits(),
+        max_global_ingress=None,
+        default=TenantLimits(
+            events_per_s=40, bytes_per_s=4000, storage_bytes=30_000, replays_per_minute=3
+        ),
+    )
+
+    def answers(names: set[str]) -> list[Decision]:
+        admission, found = Admission(limits), []
+        for now, (name, events, size) in enumerate(steps):
+            if name not in names:
+                continue
+            decision = admission.admit(name, "orders", events, size, now / 10)
+            replay = admission.admit_replay(name, now / 10)
+            admission.inflight(name, "worker", events)
+            window = Decision(kind="admitted", retry_after_s=admission.window(name, "worker", 99))
+            if decision is ADMITTED:
+                admission.ingress_done(name, events, size)
+                admission.queued(name, "orders", events)
+                admission.stored(name, size)
+            if name == "quiet":
+                found += [decision, replay, window]
+        return found
+
+    assert answers({"quiet"}) == answers({"quiet", "noisy"})
+
+
+def test_overrides_replace_the_limits_of_everyone() -> None:
+    admission = Admission(
+        AdmissionLimits(
+            tenants={"acme": TenantLimits(max_inflight=5000, max_queued=300, max_ingress=400)}
+        )
+    )
+    assert verdict(publish(admission, 401)) == ("dropped", "max_ingress")
+    assert publish(admission, 300) is ADMITTED
+    assert verdict(publish(admission, 101)) == ("deferred", "max_ingress")
+    admission.ingress_done("acme", 300, 0)
+    admission.queued("acme", "refunds", 200)
+    assert verdict(publish(admission, 101)) == ("deferred", "max_queued")
+    assert verdict(publish(admission, 301)) == ("dropped", "max_queued")
+    assert publish(admission, 100) is ADMITTED
+    assert admission.window("acme", "a", 9999) == 5000
+    admission.inflight("acme", "a", 4990)
+    assert admission.window("acme", "b", 9999) == 10
+    assert admission.window("globex", "b", 9999) == 1024
+
+
+def test_the_window_of_a_consumer() -> None:
+    admission = Admission(AdmissionLimits())
+    assert admission.window("acme", "a", 10) == 10
+    admission.inflight("acme", "a", 1020)
+    assert admission.window("acme", "a", 10) == 4
+    assert admission.window("acme", "b", 10) == 10
+    admission.inflight("acme", "a", 14)
+    assert admission.window("acme", "a", 10) == 0
+    admission.inflight("acme", "a", -1034)
+    assert admission.window("acme", "a", 2000) == 1024
+
+
+def test_a_rate_throttles_with_the_exact_time_to_wait() -> None:
+    admission = tenant(events_per_s=100)
+    assert publish(admission, 100) is ADMITTED
+    refused = publish(admission, 25)
+    assert verdict(refused) == ("throttled", "events_per_s")
+    assert refused.retry_after_s == pytest.approx(0.25)
+    assert publish(admission, 25, now_s=0.24).kind == "throttled"
+    assert publish(admission, 25, now_s=0.25) is ADMITTED
+    assert verdict(publish(admission, 101, now_s=99.0)) == ("dropped", "events_per_s")
+
+
+def test_the_byte_rate_and_the_event_rate_are_taken_together_or_not_at_all() -> None:
+    admission = tenant(events_per_s=10, bytes_per_s=1000, burst_s=2.0)
+    assert publish(admission, 1, 2000) is ADMITTED
+    refused = publish(admission, 15, 500)
+    assert verdict(refused) == ("throttled", "bytes_per_s")
+    assert refused.retry_after_s == pytest.approx(0.5)
+    # The refused batch took no events: 19 of 20 are still there.
+    assert publish(admission, 19, 0) is ADMITTED
+    assert verdict(publish(admission, 1, 2001)) == ("dropped", "bytes_per_s")
+
+
+def test_a_refused_batch_moves_no_gauge() -> None:
+    admission = Admission(AdmissionLimits(default=TenantLimits(bytes_per_s=10)))
+    publish(admission, 1, 10)
+    for _ in range(100):
+        assert publish(admission, 100, 5).kind == "throttled"
+    admission.ingress_done("acme", 1, 10)
+    with pytest.raises(AssertionError):
+        admission.ingress_done("acme", 1, 0)
+
+
+def test_time_that_runs_back_earns_nothing() -> None:
+    admission = tenant(events_per_s=10)
+    assert publish(admission, 10, now_s=1000.0) is ADMITTED
+    for now in (0.0, 999.0, 5.0, 1000.0):
+        assert publish(admission, 1, now_s=now).kind == "throttled"
+    assert publish(admission, 1, now_s=1000.1) is ADMITTED
+    assert publish(admission, 1, now_s=1000.1).kind == "throttled"
+
+
+def test_the_storage_quota_counts_what_is_on_its_way() -> None:
+    """X5: batches admitted together cannot overrun the quota between them."""
+    admission = tenant(storage_bytes=1000)
+    assert publish(admission, 1, 600) is ADMITTED
+    assert verdict(publish(admission, 1, 401)) == ("throttled", "storage_bytes")
+    assert publish(admission, 1, 400) is ADMITTED
+    admission.ingress_done("acme", 1, 600)
+    admission.stored("acme", 600)
+    assert publish(admission, 1, 1).kind == "throttled"
+    admission.stored("acme", -300)
+    assert publish(admission, 1, 300) is ADMITTED
+    assert verdict(publish(admission, 1, 1001)) == ("dropped", "storage_bytes")
+
+
+def test_replays_are_limited_by_the_minute() -> None:
+    """X6."""
+    admission = tenant(replays_per_minute=2)
+    assert admission.admit_replay("acme", 0.0) is ADMITTED
+    assert admission.admit_replay("acme", 0.0) is ADMITTED
+    refused = admission.admit_replay("acme", 10.0)
+    assert refused.retry_after_s == pytest.approx(20.0)
+    assert isinstance(refused.error(), ReplayLimited)
+    assert "replay again after 20 s" in str(refused.error())
+    assert admission.admit_replay("globex", 10.0) is ADMITTED
+    assert admission.admit_replay("acme", 30.0) is ADMITTED
+    never = tenant(replays_per_minute=0).admit_replay("acme", 0.0)
+    assert isinstance(never.error(), ReplayLimited)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"), [("deferred", Deferred), ("throttled", Throttled), ("dropped", Dropped)]
+)
+def test_each_refusal_has_its_error(kind: str, error: type[Rejected]) -> None:
+    decision = Decision(
+        kind=kind,  # type: ignore[arg-type]
+        limit="max_ingress",
+        tenant="acme",
+        topic="orders",
+        retry_after_s=0.5,
+    )
+    raised = decision.error()
+    assert type(raised) is error
+    assert raised.data == {
+        "limit": "max_ingress",
+        "tenant": "acme",
+        "topic": "orders",
+        "retry_after_s": 0.5,
+    }
+    assert "nothing was stored" in raised.message
+
+
+def test_refusals_are_counted_and_the_counters_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_COUNTED_TENANTS", 2)
+    admission = tenant(max_ingress=0)
+    for name in ("a", "b", "c", "d", "a"):
+        publish(admission, tenant=name)
+    assert admission.counters == {
+        ("dropped", "max_ingress", "a"): 2,
+        ("dropped", "max_ingress", "b"): 1,
+        ("dropped", "max_ingress", "other"): 2,
+    }
+
+
+def test_limits_change_while_running() -> None:
+    admission = tenant(events_per_s=10)
+    assert publish(admission, 10) is ADMITTED
+    raised = msgspec.structs.replace(OFF, default=TenantLimits(events_per_s=1000))
+    admission.reload(raised)
+    assert publish(admission, 10).retry_after_s == pytest.approx(0.01)
+    admission.reload(OFF)
+    assert publish(admission, 10**9) is ADMITTED
+    admission.reload(msgspec.structs.replace(OFF, max_global_ingress=5))
+    assert verdict(publish(admission, 1)) == ("deferred", "max_global_ingress")
+
+
+def test_idle_tenants_are_forgotten_and_busy_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SWEEP_TENANTS", 10)
+    admission = tenant(events_per_s=10)
+    publish(admission, 10, tenant="busy")
+    admission.stored("keeper", 5)
+    for number in range(1_000):
+        name = f"t{number}"
+        assert publish(admission, 1, tenant=name, now_s=float(number)) is ADMITTED
+        admission.ingress_done(name, 1, 0)
+    assert len(admission._tenants) <= 20
+    assert {"busy", "keeper"} <= set(admission._tenants)
+
+
+def test_gauges_that_are_back_at_zero_take_no_memory() -> None:
+    admission = Admission(AdmissionLimits())
+    for number in range(100):
+        admission.queued("acme", f"t{number}", 3)
+        admission.dispatched("acme", f"t{number}", 3)
+        admission.inflight("acme", f"c{number}", 1)
+        admission.inflight("acme", f"c{number}", -1)
+    state = admission._tenants["acme"]
+    assert (state.topics, state.consumers, state.queued, state.inflight) == ({}, {}, 0, 0)
+    with pytest.raises(AssertionError):
+        admission.dispatched("acme", "t1", 1)
