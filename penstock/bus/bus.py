@@ -15,6 +15,7 @@ from penstock.bus.handler import CORRELATION, REPLY_TO, Handler
 from penstock.bus.publishing import Drafting, Key, Times, when_us
 from penstock.bus.subscription import Subscription
 from penstock.bus.transaction import Transaction
+from penstock.core.assignment import Strategy
 from penstock.core.entry import GroupSpec, TopicSpec
 from penstock.core.retry import Retry
 from penstock.core.schedule import parse_when
@@ -283,7 +284,7 @@ class Bus:
         retry: Retry | None = None,
         lease_s: float | None = None,
         member: str | None = None,
-        assignment: str = "sticky",
+        assignment: Strategy = "sticky",
     ) -> Subscription:
         """Receive events of a pattern; without a group, as a listener of its own."""
         check_pattern(pattern)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from penstock.core.assignment import Strategy
 from penstock.core.retry import Retry
 
 FIRST_FENCE = 1
@@ -41,7 +42,7 @@ class GroupSpec(msgspec.Struct, frozen=True):
     filter: dict[str, str] = {}
     start: str = "earliest"
     ephemeral: bool = False
-    assignment: str = "sticky"
+    assignment: Strategy = "sticky"
 
 
 class TopicPut(Entry, frozen=True, tag="topic"):

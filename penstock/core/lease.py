@@ -41,7 +41,7 @@ class Run(NamedTuple):
 
     lane: Lane
     start: int
-    count: int
+    count: int  # type: ignore[assignment]
     made: int
 
 

@@ -248,8 +248,10 @@ def pieces_of(state: State, as_of: int) -> list[Piece]:
             body = _encode((topic, ledger.dump()))
             pieces.append(Piece(LANE, name, partition, as_of, body))
     letters = list(state.dead.values())
-    for at in range(0, len(letters), DEAD_CHUNK):
-        pieces.append(Piece(DEAD, "", 0, as_of, _encode(letters[at : at + DEAD_CHUNK])))
+    pieces += [
+        Piece(DEAD, "", 0, as_of, _encode(letters[at : at + DEAD_CHUNK]))
+        for at in range(0, len(letters), DEAD_CHUNK)
+    ]
     pieces.append(Piece(SCHEDULE, "", 0, as_of, _encode(state.schedule.snapshot())))
     return pieces
 

@@ -303,7 +303,7 @@ class Graveyard:
     def _audit(
         self, actor: str, operation: str, letter: DeadLetter, reason: str, status: str
     ) -> Audited:
-        prior = {"status": letter.status, "replay_count": letter.replay_count,
+        prior: dict[str, str | int | None] = {"status": letter.status, "replay_count": letter.replay_count,
                  "consumer": letter.consumer, "topic": letter.topic}  # fmt: skip
         return Audited(self._engine.runtime.wall_us(), actor, operation, [letter.id], reason,
                        prior, {"status": status})  # fmt: skip

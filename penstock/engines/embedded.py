@@ -128,8 +128,8 @@ class EmbeddedEngine:
         self.dispatcher = Dispatcher(
             self.log,
             self.runtime,
-            hurry=lambda: self.commits.hurry(),
-            mention=lambda: self.commits.mention(),
+            hurry=self._hurry,
+            mention=self._mention,
             bury=self.graveyard.bury,
         )
         self.commits = CommitLoop(
@@ -204,6 +204,12 @@ class EmbeddedEngine:
             if self._open:
                 self.housekeeper.problem = str(error)
 
+    def _hurry(self) -> None:
+        self.commits.hurry()
+
+    def _mention(self) -> None:
+        self.commits.mention()
+
     # -- publishing ----------------------------------------------------------------------------
 
     async def publish(self, draft: Draft) -> Receipt:
@@ -247,9 +253,13 @@ class EmbeddedEngine:
             and draft.deliver_at_us is None
         ):
             await self._put_aside(draft)
-        elif draft.count >= MERGE_EVENTS and draft.deliver_at_us is None:
-            if draft.tokens is None and self.state.topics[draft.topic].partitions == 1:
-                draft.batch = self.layout.build(draft)
+        elif (
+            draft.count >= MERGE_EVENTS
+            and draft.deliver_at_us is None
+            and draft.tokens is None
+            and self.state.topics[draft.topic].partitions == 1
+        ):
+            draft.batch = self.layout.build(draft)
         return draft_bytes(draft)
 
     async def _put_aside(self, draft: Draft) -> None:
@@ -429,9 +439,10 @@ class EmbeddedEngine:
 
     def _rolled(self) -> None:
         self.housekeeper.wake()
-        if self.housekeeper.backlog_bytes > self.settings.sealing.backlog_max_bytes:
-            if self._backlog_gate is None and self.settings.sealing.enabled:
-                self._backlog_gate = asyncio.get_running_loop().create_future()
+        sealing = self.settings.sealing
+        behind = sealing.enabled and self.housekeeper.backlog_bytes > sealing.backlog_max_bytes
+        if behind and self._backlog_gate is None:
+            self._backlog_gate = asyncio.get_running_loop().create_future()
 
     def backlog_changed(self) -> None:
         """Sealing made progress: let publishers go on when it has caught up enough."""

@@ -11,7 +11,7 @@ from penstock.core.catalogue import RouteCatalogue
 from penstock.core.entry import Entry
 from penstock.core.routing import RouteTree
 from penstock.core.state import DeadLetter, GroupState
-from penstock.engines import request as ask
+from penstock.engines import request as requests
 from penstock.engines.deadletters import DeadLetterDetail, detail_of, newest_letters
 from penstock.engines.engine import Draft, LogFeed, QueueFeed, Request, Subscribe, Transaction
 from penstock.engines.logreader import READ_EVENTS, LogGroup
@@ -147,27 +147,27 @@ class FollowerEngine:
         """Answer what files alone can tell."""
         self._advance()
         match request:
-            case ask.ListTopics():
+            case requests.ListTopics():
                 names = [n for n in sorted(self.state.topics) if request.system or not is_system(n)]
                 return [topic_info(self.state, self.log, self.settings, name) for name in names]
-            case ask.DescribeTopic():
+            case requests.DescribeTopic():
                 return topic_info(self.state, self.log, self.settings, request.topic)
-            case ask.FindOffset():
+            case requests.FindOffset():
                 known_topic(self.state, request.topic)
                 return self.log.find_time(request.topic, request.partition, request.time_us)
-            case ask.ListGroups():
+            case requests.ListGroups():
                 return [self._group(name) for name in sorted(self.state.groups)]
-            case ask.DescribeGroup():
+            case requests.DescribeGroup():
                 return self._group(request.group)
-            case ask.DeleteGroup() if request.group in self._groups:
+            case requests.DeleteGroup() if request.group in self._groups:
                 return self._groups.pop(request.group) and None
-            case ask.ListDead() | ask.InspectDead():
+            case requests.ListDead() | requests.InspectDead():
                 return await self._dead(request)
-            case ask.QueryAudit() | ask.VerifyAudit():
+            case requests.QueryAudit() | requests.VerifyAudit():
                 return await self._audit(request)
-            case ask.ListRoutes() | ask.ResolveRoute():
+            case requests.ListRoutes() | requests.ResolveRoute():
                 return self._routes(request)
-            case ask.ListSchedules():
+            case requests.ListSchedules():
                 return self.state.schedule.recurring.definitions()
         raise _read_only()
 
@@ -178,18 +178,18 @@ class FollowerEngine:
         return recorded_group(name, group, self.log)
 
     async def _dead(
-        self, request: ask.ListDead | ask.InspectDead
+        self, request: requests.ListDead | requests.InspectDead
     ) -> list[DeadLetter] | DeadLetterDetail:
-        if isinstance(request, ask.ListDead):
+        if isinstance(request, requests.ListDead):
             return newest_letters(self.state.dead.values(), request)
         letter = self.state.dead.get(request.id)
         if letter is None:
             raise UnknownDeadLetter(f"no dead letter {request.id!r}", id=request.id)
         return await detail_of(letter, self._event)
 
-    async def _audit(self, request: ask.QueryAudit | ask.VerifyAudit) -> Any:
+    async def _audit(self, request: requests.QueryAudit | requests.VerifyAudit) -> Any:
         reader = AuditReader(self.disk)
-        if isinstance(request, ask.VerifyAudit):
+        if isinstance(request, requests.VerifyAudit):
             return await self.runtime.read(reader.verify)
         return await self.runtime.read(
             lambda: list(
@@ -200,11 +200,11 @@ class FollowerEngine:
             )
         )  # fmt: skip
 
-    def _routes(self, request: ask.ListRoutes | ask.ResolveRoute) -> Any:
+    def _routes(self, request: requests.ListRoutes | requests.ResolveRoute) -> Any:
         routes = RouteCatalogue()
         with contextlib.suppress(FileNotFoundError):
             routes = RouteCatalogue.decode(read_file(self.disk, "routes.json"))
-        if isinstance(request, ask.ListRoutes):
+        if isinstance(request, requests.ListRoutes):
             return list(routes)
         return routes.resolve(request.topic, request.tenant or tenant_of(request.topic))
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from penstock.engines.views import retention_of
@@ -19,6 +21,7 @@ from penstock.log.merge import plan_merge
 from penstock.log.retention import RetentionClock, expired
 from penstock.log.rewrite import Job, JournalInput
 from penstock.log.sealer import InlineSealer, Sealer, SealerProcess
+from penstock.log.segment import SegmentInfo
 from penstock.log.side import side_path
 from penstock.log.snapshot import Fold
 from penstock.model.errors import Corrupted, PenstockError
@@ -134,9 +137,7 @@ class Housekeeper:
         self.backlog_bytes -= size
         engine.backlog_changed()
         for each in chosen:
-            self._discard(
-                file_name(each.base), lambda base=each.base: engine.log.journal.forget(base)
-            )
+            self._discard(file_name(each.base), partial(engine.log.journal.forget, each.base))
         for token in [token for token, position in self._side.items() if position < sealed_to]:
             del self._side[token]
             self._discard(side_path(token))
@@ -185,7 +186,7 @@ class Housekeeper:
         for info in replaced:
             self._discard(info.path)
 
-    def _apply(self, added: list, removed: list[int], sealed_to: int | None) -> None:  # type: ignore[type-arg]
+    def _apply(self, added: list[SegmentInfo], removed: list[int], sealed_to: int | None) -> None:
         self._engine.log.manifest.apply(
             added, removed, sealed_to=sealed_to, at_us=self._clock.now_us
         )
@@ -253,7 +254,7 @@ class Housekeeper:
                 engine.disk.remove(f"side/{name}")
         sealed_to = min(engine.log.manifest.sealed_to, engine.recovered.snapshot_at)
         bases = file_bases(engine.disk)
-        for base, following in zip(bases, bases[1:], strict=False):
+        for base, following in pairwise(bases):
             if following <= sealed_to:
                 engine.disk.remove(file_name(base))
 

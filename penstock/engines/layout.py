@@ -122,18 +122,18 @@ class Layout:
         for draft, partition in zip(submission.drafts, submission.partitions, strict=True):
             known = self._known(draft)
             if known is None:
-                batch = draft.batch if draft.batch is not None else self.build(draft)
-                log = self._place(batch, draft.topic, partition)
+                batch: EventBatch | None = (
+                    draft.batch if draft.batch is not None else self.build(draft)
+                )
+                assert batch is not None
+                self._place(batch, draft.topic, partition)
                 receipt = _receipt(batch)
             else:
                 receipt, batch = self._lay_new_ones(draft, partition, known)
-                if batch is None:
-                    submission.receipts.append(receipt)
-                    continue
-                log = self._log.partition(draft.topic, partition)
             submission.receipts.append(receipt)
-            laid.append((batch, log))
-            bodies.append((BATCH, batch.encode_parts()))
+            if batch is not None:
+                laid.append((batch, self._log.partition(draft.topic, partition)))
+                bodies.append((BATCH, batch.encode_parts()))
         entries = list(submission.entries)
         if submission.when_taken is not None:
             entries += submission.when_taken(submission.receipts)

@@ -160,7 +160,7 @@ class LogGroup:
             sorted(state.cursors),
             state.spec.assignment,
             REVOKE_S,
-            state.generation,  # type: ignore[arg-type]
+            state.generation,
         )
         self._alarm: asyncio.TimerHandle | None = None
 

@@ -9,6 +9,7 @@ import msgspec
 
 from penstock.core.entry import Delayed, Entry, Fired, RecurringPut
 from penstock.engines.engine import Draft
+from penstock.model.column import Headers
 from penstock.model.event import Event, Receipt
 from penstock.model.token import parse_token
 
@@ -67,8 +68,8 @@ class Timekeeper:
         return stored, draft.deliver_at_us
 
     @staticmethod
-    def _labelled(draft: Draft, index: int, headers: object) -> dict[str, str]:
-        labelled = dict(headers or {})  # type: ignore[call-overload]
+    def _labelled(draft: Draft, index: int, headers: Headers | None) -> dict[str, str]:
+        labelled = dict(headers or {})
         labelled[TARGET] = draft.topic
         if draft.partition is not None:
             labelled[TARGET_PARTITION] = str(draft.partition)

@@ -87,9 +87,7 @@ class Canonical:
         sizes = np.full(count, EVENT_OVERHEAD_BYTES, dtype=np.int64)
         for name in ("tenant", "codec", "key", "payload"):
             column = record.column(name)
-            if name in ("tenant", "codec"):
-                column = column.dictionary_decode()
-            ends, data = binary_of(column)
+            ends, data = _name_texts(column) if name in ("tenant", "codec") else binary_of(column)
             self._texts.append((ends, data))
             rows[name] = np.diff(ends)
             if name in ("key", "payload"):
@@ -150,6 +148,14 @@ def _ends(array: pa.Array) -> Ends:
     if buffer is None or not len(array):
         return np.zeros(len(array) + 1, dtype=np.int32)
     return np.frombuffer(buffer, dtype=np.int32, count=len(array) + 1, offset=array.offset * 4)
+
+
+def _name_texts(column: pa.DictionaryArray) -> tuple[Ends, memoryview]:
+    if len(column.dictionary) != 1:
+        return binary_of(column.dictionary_decode())
+    name = column.dictionary[0].as_py().encode()  # nearly always there is one
+    ends = np.arange(len(column) + 1, dtype=np.int32) * np.int32(len(name))
+    return ends, memoryview(name * len(column))
 
 
 def _numbers(array: pa.Array, kind: np.dtype[Any]) -> Any:

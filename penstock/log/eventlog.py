@@ -7,9 +7,12 @@ in a thread, because a plan stays true until the files are reclaimed, a grace ti
 
 from __future__ import annotations
 
+import threading
 from array import array
 from bisect import bisect_left, bisect_right
-from collections import deque
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from penstock.log.disk import Disk
@@ -22,6 +25,10 @@ from penstock.model.batch import BatchHead, EventBatch
 from penstock.model.errors import OffsetExpired
 
 Place = tuple[str, int]
+# Segments kept open: a file handle and a map each.
+MAX_OPEN_SEGMENTS = 64
+# One read returns no more than this from a segment, however many events were asked for.
+READ_BYTES = 16 << 20
 
 
 class InMemory(NamedTuple):
@@ -101,6 +108,36 @@ class PartitionLog:
                 del column[:cut]
 
 
+class ReaderPool:
+    """Open segment readers, the most recently used ones; one user of each at a time."""
+
+    def __init__(self, disk: Disk, cache_bytes: int) -> None:
+        self._disk = disk
+        self._groups = GroupCache(cache_bytes)
+        self._open: OrderedDict[int, tuple[SegmentReader, threading.Lock]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def lend(self, info: SegmentInfo) -> Iterator[SegmentReader]:
+        """A reader of a segment, for as long as the block lasts."""
+        with self._lock:
+            found = self._open.pop(info.id, None)
+            if found is None:
+                found = (SegmentReader(self._disk, info, self._groups), threading.Lock())
+            self._open[info.id] = found
+            if len(self._open) > MAX_OPEN_SEGMENTS:
+                self._open.popitem(last=False)
+        reader, busy = found
+        with busy:
+            yield reader
+
+    def close(self) -> None:
+        """Close all of them."""
+        for reader, _ in self._open.values():
+            reader.close()
+        self._open.clear()
+
+
 class EventLog:
     """Finds and reads events."""
 
@@ -112,7 +149,7 @@ class EventLog:
         self._recent: deque[tuple[PartitionLog, int, int]] = deque()
         self._recent_bytes = 0
         self._cache_bytes = cache_bytes
-        self._row_groups = GroupCache(cache_bytes)
+        self._readers = ReaderPool(disk, cache_bytes)
 
     def partition(self, topic: str, partition: int) -> PartitionLog:
         """The index of a partition, made from the manifest on first sight."""
@@ -141,10 +178,8 @@ class EventLog:
         """The first offset still there, and the one behind the last."""
         log = self.partition(topic, partition)
         sealed = self.manifest.ranges(topic, partition)
-        if sealed:
-            first = sealed[0][1].first_offset
-        else:
-            first = log.bases[0] if log.bases else log.end
+        unsealed = log.bases[0] if log.bases else log.end
+        first = sealed[0][1].first_offset if sealed else unsealed
         return max(first, log.floor), log.end
 
     def plan(self, topic: str, partition: int, offset: int, limit: int) -> list[Source]:
@@ -193,8 +228,14 @@ class EventLog:
                 batch = self.journal.batch(source.base, source.position, source.inner)
                 batches.append(attach(self.disk, batch))
             else:
-                reader = SegmentReader(self.disk, source.info, cache=self._row_groups)
-                batches += reader.read(source.topic, source.partition, source.offset, source.limit)
+                with self._readers.lend(source.info) as reader:
+                    batches += reader.read(
+                        source.topic,
+                        source.partition,
+                        source.offset,
+                        limit_events=source.limit,
+                        limit_bytes=READ_BYTES,
+                    )
         return [
             part
             for batch in batches
@@ -211,8 +252,10 @@ class EventLog:
         if not log.bases or time_us <= log.times[0]:
             for info, stretch in self.manifest.ranges(topic, partition):
                 if stretch.last_time_us >= time_us:
-                    reader = SegmentReader(self.disk, info, cache=self._row_groups)
-                    return reader.find_time(topic, partition, time_us)
+                    with self._readers.lend(info) as reader:
+                        found = reader.find_time(topic, partition, time_us)
+                    if found is not None:
+                        return found
         at = bisect_left(log.times, time_us)
         return log.bases[at] if at < len(log.bases) else log.end
 
@@ -229,6 +272,7 @@ class EventLog:
     def close(self) -> None:
         """Release the files."""
         self.journal.close()
+        self._readers.close()
 
 
 def _within(batch: EventBatch, start: int, stop: int) -> EventBatch | None:

@@ -7,9 +7,7 @@ next generation is written beside it and takes over. docs/reference/files.md has
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
-from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,15 +19,15 @@ from penstock.log.manifest_log import (
     commit_frame,
     decode_change,
     encode_change,
-    encoded_size,
     scan,
 )
-from penstock.log.segment import FOLDER, Range, SegmentInfo
+from penstock.log.segment import FOLDER, SegmentInfo
+from penstock.log.segment_index import SegmentIndex
 from penstock.log.segment_reader import corrupted
 from penstock.model.errors import Corrupted, FormatTooNew, StorageError, WriterFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
 # History may take twice what is live before it is dropped: each byte of the manifest is then
 # written one and a half times on average.
@@ -40,14 +38,6 @@ MIN_REWRITE_BYTES = 256 * 1024
 GENERATION_TRIES = 3
 
 
-class Placed(NamedTuple):
-    """One range and the segment it is in, sorted by its first offset."""
-
-    first_offset: int
-    segment: SegmentInfo
-    range: Range
-
-
 class Report(msgspec.Struct, frozen=True):
     """What opening a manifest for writing found."""
 
@@ -55,7 +45,7 @@ class Report(msgspec.Struct, frozen=True):
     orphans: list[str] = []
 
 
-class Manifest:
+class Manifest(SegmentIndex):
     """The list of live segments. One writer; any number of readers that `refresh`.
 
     >>> from penstock.log.memory_disk import MemoryDisk
@@ -66,20 +56,14 @@ class Manifest:
     """
 
     def __init__(self, disk: Disk, *, write: bool) -> None:
+        super().__init__()
         self.generation = 0
-        self.sealed_to = 0
-        self.at_us = 0
-        self.next_id = 1
-        self.total_bytes = 0
         self.report = Report()
         self._disk = disk
         self._write = write
         self._broken = False
         self._file: File | None = None
         self._end = 0
-        self._live_bytes = 0
-        self._segments: dict[int, SegmentInfo] = {}
-        self._lanes: dict[tuple[str, int], list[Placed]] = {}
 
     @classmethod
     def load(cls, disk: Disk, *, write: bool = False) -> Manifest:
@@ -139,7 +123,8 @@ class Manifest:
             remove=list(remove),
             format=FORMAT,
         )
-        self._check_overlap(change)
+        if overlap := self._overlap(change):
+            raise self._damaged(overlap)
         frame = encode_change(change)
         self._append(frame)
         self._append(commit_frame())
@@ -212,30 +197,6 @@ class Manifest:
             self._file.close()
             self._file = None
 
-    # -- look-ups ------------------------------------------------------------------------------
-
-    def segments(self) -> Iterable[SegmentInfo]:
-        """All live segments, in the order of their ids."""
-        return [self._segments[number] for number in sorted(self._segments)]
-
-    def ranges(self, topic: str, partition: int) -> list[tuple[SegmentInfo, Range]]:
-        """Where the events of a partition are, by offset."""
-        return [(each.segment, each.range) for each in self._lanes.get((topic, partition), ())]
-
-    def find(self, topic: str, partition: int, offset: int) -> tuple[SegmentInfo, Range] | None:
-        """The range with this offset, or the next one after it; None when all are before."""
-        lane = self._lanes.get((topic, partition), [])
-        index = bisect_right(lane, offset, key=_first) - 1
-        if index >= 0 and lane[index].range.last_offset >= offset:
-            return lane[index].segment, lane[index].range
-        if index + 1 < len(lane):
-            return lane[index + 1].segment, lane[index + 1].range
-        return None
-
-    def topics(self) -> list[tuple[str, int]]:
-        """Every topic and partition with sealed events."""
-        return sorted(self._lanes)
-
     # -- the file ------------------------------------------------------------------------------
 
     def _open(self, generation: int) -> None:
@@ -296,58 +257,9 @@ class Manifest:
             raise self._damaged(f"a record cannot be decoded: {error}") from error
         if any(number not in self._segments for number in change.remove):
             raise self._damaged("a record removes a segment that no record added")
-        self._check_overlap(change)
+        if overlap := self._overlap(change):
+            raise self._damaged(overlap)
         self._take(change)
-
-    def _take(self, change: Change) -> None:
-        gone = set(change.remove)
-        lanes = {
-            (each.topic, each.partition)
-            for number in gone
-            for each in self._segments[number].ranges
-        }
-        for key in lanes:
-            self._lanes[key] = [each for each in self._lanes[key] if each.segment.id not in gone]
-        for number in gone:
-            info = self._segments.pop(number)
-            self.total_bytes -= info.size_bytes
-            self._live_bytes -= encoded_size(info)
-        for info in change.add:
-            self._segments[info.id] = info
-            self.total_bytes += info.size_bytes
-            self._live_bytes += encoded_size(info)
-            for each in info.ranges:
-                self._place(info, each)
-        for key in lanes:
-            if not self._lanes[key]:
-                del self._lanes[key]
-        self.sealed_to, self.at_us, self.next_id = change.sealed_to, change.at_us, change.next_id
-
-    def _check_overlap(self, change: Change) -> None:
-        """No two live ranges may claim one offset: a reader could not know whom to believe."""
-        gone = set(change.remove)
-        added: dict[tuple[str, int], list[tuple[int, int]]] = {}
-        for info in change.add:
-            for each in info.ranges:
-                added.setdefault((each.topic, each.partition), []).append(
-                    (each.first_offset, each.last_offset)
-                )
-        for key, spans in added.items():
-            spans += [
-                (each.first_offset, each.range.last_offset)
-                for each in self._lanes.get(key, ())
-                if each.segment.id not in gone
-            ]
-            spans.sort()
-            for (_, last), (first, _) in pairwise(spans):
-                if first <= last:
-                    raise self._damaged(
-                        f"two segments claim offset {first} of {key[0]!r} partition {key[1]}"
-                    )
-
-    def _place(self, info: SegmentInfo, each: Range) -> None:
-        lane = self._lanes.setdefault((each.topic, each.partition), [])
-        insort(lane, Placed(each.first_offset, info, each), key=_first)
 
     def _begin_generation(self) -> None:
         """Write all that is live as a new file; the old one goes when the new one is durable."""
@@ -385,9 +297,8 @@ class Manifest:
 
     def _forget(self) -> None:
         self.close()
-        self._segments.clear()
-        self._lanes.clear()
-        self._end = self.total_bytes = self._live_bytes = 0
+        self._clear()
+        self._end = 0
 
     def _damaged(self, what: str) -> Corrupted:
         path = _path(self.generation)
@@ -396,10 +307,6 @@ class Manifest:
             "journal file and segment left as it is",
             path=path,
         )
-
-
-def _first(each: Placed) -> int:
-    return each.first_offset
 
 
 def _path(generation: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -189,7 +190,7 @@ def split_runs(record: pa.RecordBatch) -> list[EventBatch]:
     bounds = [0, *np.flatnonzero(cut).tolist(), count]
     return [
         from_arrow(record.slice(start, stop - start))
-        for start, stop in zip(bounds, bounds[1:], strict=False)
+        for start, stop in pairwise(bounds)
         if stop > start
     ]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -373,24 +373,32 @@ class EventBatch:
         return part
 
 
-class BatchHead:
+class BatchHead(NamedTuple):
     """The fixed part of an encoded batch: enough to index it without touching its columns."""
 
-    __slots__ = ("append_time_us", "base_offset", "body_at", "codec", "compressor", "count", "flags",
-                 "partition", "raw_bytes", "schema_id", "side_bytes", "stored_bytes", "tenant", "time_us",
-                 "token_base", "topic")  # fmt: skip
+    flags: int
+    count: int  # type: ignore[assignment]
+    partition: int
+    schema_id: int
+    base_offset: int
+    append_time_us: int
+    time_us: int
+    stored_bytes: int
+    raw_bytes: int
+    side_bytes: int
+    token_base: bytes
+    topic: str
+    tenant: str
+    codec: str
+    compressor: str
+    body_at: int
 
     @classmethod
     def parse(cls, view: memoryview) -> BatchHead:
         """Read the head of an encoded batch."""
         if len(view) < HEAD.size:
             raise InvalidBatch(f"{len(view)} bytes are too short for a batch")
-        head = cls()
-        (
-            version, head.flags, head.count, head.partition, head.schema_id, head.base_offset,
-            head.append_time_us, head.time_us, head.stored_bytes, head.raw_bytes, head.side_bytes,
-            topic, tenant, codec, compressor, head.token_base,
-        ) = HEAD.unpack_from(view)  # fmt: skip
+        version, *numbers, topic, tenant, codec, compressor, token = HEAD.unpack_from(view)
         if version != VERSION:
             raise FormatTooNew(
                 f"a batch of version {version} was met; this Penstock reads version {VERSION}. "
@@ -398,18 +406,17 @@ class BatchHead:
                 version=version,
             )
         names_end = HEAD.size + topic + tenant + codec + compressor
-        head.body_at = names_end + (-names_end & 7)
-        if head.count == 0 or head.body_at + head.stored_bytes > len(view):
-            raise InvalidBatch(
-                f"a batch of {head.count} events claims more than its {len(view)} bytes"
-            )
+        body_at = names_end + (-names_end & 7)
         try:
             names = str(view[HEAD.size : names_end], "ascii")
         except UnicodeDecodeError:
             raise InvalidBatch("the names in a batch head are not ASCII") from None
-        head.topic, rest = names[:topic], names[topic:]
-        head.tenant, rest = rest[:tenant], rest[tenant:]
-        head.codec, head.compressor = rest[:codec], rest[codec:]
+        a, b, c = topic, topic + tenant, topic + tenant + codec
+        head = cls(*numbers, token, names[:a], names[a:b], names[b:c], names[c:], body_at)  # type: ignore[call-arg]
+        if head.count == 0 or body_at + head.stored_bytes > len(view):
+            raise InvalidBatch(
+                f"a batch of {head.count} events claims more than its {len(view)} bytes"
+            )
         return head
 
 

@@ -130,7 +130,7 @@ def test_any_flipped_byte_of_what_was_acknowledged_is_found(disk, manifest):
     for at in range(len(content) - len(commit_frame())):
         damage(disk, at)
         for write in (True, False):
-            with pytest.raises(Corrupted, match="manifest-00000001.log"):
+            with pytest.raises(Corrupted, match=r"manifest-00000001\.log"):
                 Manifest.load(disk, write=write)
         damage(disk, at)
     assert disk.list("segments") == names

@@ -104,7 +104,7 @@ def test_own_files_are_cut_at_the_target_and_never_too_small(disk, manifest):
     sizes = [info.event_bytes for info in result.added]
     assert len(sizes) == 3
     assert all(size >= SMALL.min_segment_bytes for size in sizes)
-    assert [info.ranges[0].first_offset for info in result.added][0] == 0
+    assert result.added[0].ranges[0].first_offset == 0
     for one, other in pairwise(result.added):
         assert one.ranges[0].last_offset + 1 == other.ranges[0].first_offset
 
