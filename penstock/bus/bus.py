@@ -403,7 +403,10 @@ class Bus:
         to_offset: int | None = None,
         partition: int | None = None,
     ) -> AsyncIterator[Event]:
-        """Stored events of a pattern, in order within each partition, up to now."""
+        """Stored events of a pattern, in order within each partition, up to now.
+
+        `to_offset` and `until` are the first that is left out.
+        """
         batches = self.replay_batches(
             pattern, since=since, until=until, from_offset=from_offset, to_offset=to_offset,
             partition=partition,
@@ -458,7 +461,7 @@ class Bus:
     ) -> tuple[int, int]:
         start, stop = part.first_offset if first is None else first, part.end_offset
         if last is not None:
-            stop = min(stop, last + 1)
+            stop = min(stop, last)
         now_us = self.wall_us()
         if since is not None:
             start = await self.ask(ask.FindOffset(topic, part.partition, when_us(since, now_us)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import typing
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine, Generator
 from typing import TYPE_CHECKING, Any
 
 from penstock.model.codec import codecs
@@ -81,6 +81,27 @@ class Call:
         return (value, event) if self.with_event else (value,)
 
 
+class Begun:
+    """The rest of a coroutine that was started by hand and waits for something now."""
+
+    def __init__(self, work: Coroutine[Any, Any, Any], waits_for: Any) -> None:
+        self._work = work
+        self._waits_for = waits_for
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        work, waits_for = self._work, self._waits_for
+        try:
+            while True:
+                try:
+                    sent = yield waits_for
+                except BaseException as error:
+                    waits_for = work.throw(error)
+                else:
+                    waits_for = work.send(sent)
+        except StopIteration as done:
+            return done.value
+
+
 class Handler:
     """A registered function and the tasks that serve it."""
 
@@ -145,15 +166,22 @@ class Handler:
     async def _work(self, events: Subscription) -> None:
         call = self.call
         while True:
-            try:
-                event = await self._next(events)
-            except BusClosed:
-                return
+            event = events.at_hand()
+            if event is None:
+                try:
+                    event = await self._next(events)
+                except BusClosed:
+                    return
             try:
                 arguments = call.arguments(event)
                 result = await self._run(arguments)
-            except asyncio.CancelledError:
-                raise
+            except asyncio.CancelledError as error:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise  # we are being stopped; the event goes back to its group
+                self.failures += 1
+                self._settle(self._failed, event, error)
+                continue
             except Exception as error:
                 self.failures += 1
                 self._settle(self._failed, event, error)
@@ -172,15 +200,17 @@ class Handler:
         call = self.call
         if not call.asynchronous:
             return await asyncio.to_thread(call.function, *arguments)
-        work: Awaitable[Any] = call.function(*arguments)
-        if self._timeout_s is None:
-            return await work
+        work = call.function(*arguments)
+        try:
+            waits_for = work.send(None)
+        except StopIteration as done:
+            return done.value  # it never waited, so it needs no timeout
         async with asyncio.timeout(self._timeout_s):
-            return await work
+            return await Begun(work, waits_for)
 
     @staticmethod
     def _settle(
-        settle: Callable[[Event, Exception | None], None], event: Event, error: Exception | None
+        settle: Callable[[Event, BaseException | None], None], event: Event, error: BaseException | None
     ) -> None:
         try:
             settle(event, error)
@@ -190,11 +220,11 @@ class Handler:
             return
 
     @staticmethod
-    def _done(event: Event, _: Exception | None) -> None:
+    def _done(event: Event, _: BaseException | None) -> None:
         event.delivery.ack(event.index)
 
     @staticmethod
-    def _failed(event: Event, error: Exception | None) -> None:
+    def _failed(event: Event, error: BaseException | None) -> None:
         delivery, index = event.delivery, event.index
         if isinstance(error, Reject):
             delivery.reject(index, error.reason)

@@ -87,9 +87,11 @@ class Drafting:
         table = _as_table(values)
         if table is not None:
             return self._columns(topic, table, tenant, codec, keys, headers, tokens)
-        if codec is None:
-            codec = "raw" if set(map(type, values)) == {bytes} else self._settings.media.codec
-        payloads = encode_many(codecs.get(codec), values)
+        if codec is None and set(map(type, values)) == {bytes}:
+            codec, payloads = "raw", values
+        else:
+            codec = codec or self._settings.media.codec
+            payloads = encode_many(codecs.get(codec), values)
         draft = Draft(topic, payloads, tenant=tenant, codec=codec)
         self._check_count(draft.count)
         if keys is not None:
@@ -154,6 +156,8 @@ class Drafting:
         return raw
 
     def _check_headers(self, headers: Mapping[str, str]) -> None:
+        if not isinstance(headers, Mapping):
+            raise InvalidHeaders(f"headers are a mapping of text to text, not {type(headers).__name__}")
         size = 0
         for name, text in headers.items():
             if not isinstance(name, str) or not isinstance(text, str):

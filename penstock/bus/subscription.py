@@ -40,6 +40,7 @@ class Subscription:
         self._feed: Any = None
         self._delivery: Delivery | None = None
         self._events: Any = iter(())
+        self._last: Event | None = None
         self._receiving: asyncio.Future[Any] | None = None
 
     async def open(self) -> Self:
@@ -72,21 +73,25 @@ class Subscription:
         return self
 
     async def __anext__(self) -> Event:
-        if self.mode == "log":
-            return await self._next_read()
         while True:
-            if self._delivery is not None:
-                event = self._delivery.hand()
-                if event is not None:
-                    return event
-            self._delivery = await self._receive()
-
-    async def _next_read(self) -> Event:
-        while True:
-            event: Event | None = next(self._events, None)
+            event = self.at_hand()
             if event is not None:
                 return event
-            self._events = iter(await self._receive())
+            received = await self._receive()
+            if self.mode == "log":
+                self._mark()
+                self._events = iter(received)
+            else:
+                self._delivery = received
+
+    def at_hand(self) -> Event | None:
+        """The next event if one is here already; never waits."""
+        if self.mode == "log":
+            event = next(self._events, None)
+            if event is not None:
+                self._last = event
+            return event
+        return None if self._delivery is None else self._delivery.hand()
 
     async def _receive(self) -> Any:
         """Wait for the feed; a wait that was given up is taken up again by the next call."""
@@ -109,6 +114,9 @@ class Subscription:
 
     async def get(self, timeout_s: float | None = None) -> Event | None:
         """The next event, or None when none came in time."""
+        event = self.at_hand()
+        if event is not None:
+            return event
         try:
             return await asyncio.wait_for(anext(self), timeout_s)
         except TimeoutError:
@@ -119,15 +127,29 @@ class Subscription:
         if self.mode != "log":
             raise InvalidInput('batches come with mode="log"; a queue leases events one by one')
         while True:
-            yield await self._receive()
+            batch = await self._receive()
+            self._feed.mark(batch.topic, batch.partition, batch.end_offset)
+            yield batch
 
     async def commit(self) -> None:
-        """Make everything received so far the group's place, durably; only for `mode="log"`."""
+        """Make everything handed out so far the group's place, durably; only for `mode="log"`."""
+        await self.cursor().commit()
+
+    def cursor(self) -> LogFeed:
+        """The engine's side of the cursor, up to date; for `commit` and for transactions."""
         if self.mode != "log":
             raise InvalidInput('only mode="log" has a cursor to commit; ack the events of a queue')
         if self._feed is None:
             raise BusClosed("the subscription is closed; subscribe again")
-        await self._feed.commit()
+        self._mark()
+        feed: LogFeed = self._feed
+        return feed
+
+    def _mark(self) -> None:
+        """Tell the feed which event was handed out last; it could be in the middle of a batch."""
+        event, self._last = self._last, None
+        if event is not None:
+            self._feed.mark(event.topic, event.partition, event.offset + 1)
 
     async def ack(self, events: Iterable[Event]) -> None:
         """Ack many events."""
@@ -138,8 +160,3 @@ class Subscription:
         """Nack many events."""
         for event in events:
             await event.nack(delay_s)
-
-    @property
-    def feed(self) -> Any:
-        """The engine's side, for transactions."""
-        return self._feed

@@ -57,9 +57,7 @@ class Transaction:
     def commit(self, subscription: Subscription) -> None:
         """Commit a log subscription's cursor when the transaction commits."""
         self._check_open()
-        if subscription.mode != "log":
-            raise InvalidInput('only mode="log" has a cursor; ack the events of a queue instead')
-        self._parts.cursors.append(subscription.feed)
+        self._parts.cursors.append(subscription.cursor())
 
     def _check_open(self) -> None:
         if not self._open:

@@ -119,11 +119,11 @@ def replay(invocation: Invocation, /, ids: list[str], **how: Any) -> None:
     "message_id",
     required=True,
     metavar="ID",
-    help="The message: topic/partition/offset, or its token.",
+    help="The message as topic/partition/offset; with --payload any id.",
 )
 @click.option("--consumer", required=True, help="The consumer group that shall not get it.")
 @click.option("--topic", required=True, help="The topic it is in.")
-@click.option("--payload", help="What to keep as its payload, instead of the stored one.")
+@click.option("--payload", help="The message itself, when it is not in the log.")
 @_audited
 @click.pass_obj
 def dead_letter(
@@ -135,8 +135,9 @@ def dead_letter(
     async def work(bus: penstock.Bus) -> Any:
         return await bus.dead_letters.dead_letter(message_id, payload=data, **how)
 
-    outcome = change(invocation, work)
-    _report(invocation, "dead-lettered", [message_id], outcome)
+    letter = change(invocation, work)
+    record = {"requested": 1, "done": 1, "failed": 0, "id": letter.id}
+    output.show_record(invocation, record)
 
 
 @command.command("purge")

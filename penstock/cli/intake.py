@@ -24,12 +24,16 @@ MAX_BLOCKS_AHEAD = 8  # read but not published yet: bounds memory at 8 MiB
 STDIN = "-"
 
 
-class Line(NamedTuple):
-    """One line without its end, and where it came from."""
+class Stretch(NamedTuple):
+    """Pieces of input that follow one another: lines without their ends, or one whole source."""
 
     source: str
-    number: int
-    data: bytes
+    first: int
+    pieces: list[bytes]
+
+
+Item = tuple[str, bytes] | OSError | None
+"""A block and its source, empty at the source's end; an error; or the end of all."""
 
 
 def check_sources(paths: Sequence[str]) -> None:
@@ -56,18 +60,19 @@ class Intake:
         self._paths = paths
         self._max_event_bytes = max_event_bytes
         self._loop = asyncio.get_running_loop()
-        self._blocks: asyncio.Queue[tuple[str, bytes] | BaseException | None] = asyncio.Queue()
+        self._items: deque[Item] = deque()
+        self._arrived = asyncio.Event()
         self._room = threading.Semaphore(MAX_BLOCKS_AHEAD)
         self._stopped = False
         self._rest = b""
-        self._numbers: dict[str, int] = {}
+        self._number = 0
         # A daemon: it may sit in a read call that never returns, and must not keep us alive.
         threading.Thread(target=self._read, name="penstock-intake", daemon=True).start()
 
     def stop(self) -> None:
         """End now."""
         self._stopped = True
-        self._blocks.put_nowait(None)
+        self._arrived.set()
 
     def _read(self) -> None:
         try:
@@ -88,24 +93,41 @@ class Intake:
             if path != STDIN:
                 os.close(descriptor)
 
-    def _hand_over(self, item: tuple[str, bytes] | BaseException | None) -> None:
+    def _hand_over(self, item: Item) -> None:
         try:
-            self._loop.call_soon_threadsafe(self._blocks.put_nowait, item)
+            self._loop.call_soon_threadsafe(self._take, item)
         except RuntimeError:
             return  # the loop is closed: the command has ended
 
-    async def _block(self) -> tuple[str, bytes] | None:
-        """The next block and its source; empty at the end of a source, None at the end of all."""
-        item = None if self._stopped else await self._blocks.get()
-        if isinstance(item, BaseException):
-            raise item
-        if self._stopped or item is None:
-            return None
-        if item[1]:
-            self._room.release()
-        return item
+    def _take(self, item: Item) -> None:
+        self._items.append(item)
+        self._arrived.set()
 
-    async def wholes(self) -> AsyncIterator[Line]:
+    async def _block(self) -> tuple[str, bytes] | None:
+        """The next block and its source; empty at the end of a source, None at the end of all.
+
+        What was read meanwhile is joined to it: fewer, larger commits under load.
+        """
+        while not self._items and not self._stopped:
+            self._arrived.clear()
+            await self._arrived.wait()
+        item = None if self._stopped else self._items.popleft()
+        if isinstance(item, OSError):
+            raise item
+        if item is None or not item[1]:
+            return item
+        path, parts = item[0], [item[1]]
+        self._room.release()
+        while len(parts) < MAX_BLOCKS_AHEAD and self._items:
+            following = self._items[0]
+            if not isinstance(following, tuple) or following[0] != path or not following[1]:
+                break
+            parts.append(following[1])
+            self._items.popleft()
+            self._room.release()
+        return path, b"".join(parts)
+
+    async def wholes(self) -> AsyncIterator[Stretch]:
         """Each source as one event."""
         parts: list[bytes] = []
         size = 0
@@ -115,38 +137,29 @@ class Intake:
             self._check_size(path, 1, size)
             parts.append(block)
             if not block:
-                yield Line(shown(path), 1, b"".join(parts))
+                yield Stretch(shown(path), 1, [b"".join(parts)])
                 parts, size = [], 0
 
-    async def batches(self, limit: int) -> AsyncIterator[list[Line]]:
+    async def batches(self, limit: int) -> AsyncIterator[Stretch]:
         """The lines that are there, at most `limit` at a time; waits only when there are none."""
-        waiting: deque[Line] = deque()
-        ended = False
-        while not ended:
-            item = await self._block()
-            while item is not None:
-                waiting.extend(self._lines(*item))
-                # What was read meanwhile joins the batch: fewer, larger commits under load.
-                if len(waiting) >= limit or self._blocks.empty():
-                    break
-                item = await self._block()
-            ended = item is None
-            while waiting and not self._stopped:
-                yield [waiting.popleft() for _ in range(min(limit, len(waiting)))]
+        while (item := await self._block()) is not None:
+            path, block = item
+            lines = self._lines(path, block)
+            first = self._number + 1
+            self._number = self._number + len(lines) if block else 0
+            for start in range(0, len(lines), limit):
+                if not self._stopped:
+                    yield Stretch(shown(path), first + start, lines[start : start + limit])
 
-    def _lines(self, path: str, block: bytes) -> list[Line]:
-        name = shown(path)
-        number = self._numbers.get(name, 0)
+    def _lines(self, path: str, block: bytes) -> list[bytes]:
         if block:
-            *whole, self._rest = (self._rest + block).split(b"\n")
+            *lines, self._rest = (self._rest + block).split(b"\n")
         else:
-            whole, self._rest = ([self._rest] if self._rest else []), b""
-        self._check_size(path, number + len(whole) + 1, len(self._rest))
-        self._numbers[name] = number + len(whole)
-        return [
-            Line(name, number + place, data.removesuffix(b"\r"))
-            for place, data in enumerate(whole, 1)
-        ]
+            lines, self._rest = ([self._rest] if self._rest else []), b""
+        self._check_size(path, self._number + len(lines) + 1, len(self._rest))
+        if b"\r" in block or not block:
+            lines = [line.removesuffix(b"\r") for line in lines]
+        return lines
 
     def _check_size(self, path: str, number: int, size: int) -> None:
         if size > self._max_event_bytes:

@@ -13,6 +13,7 @@ import select
 import sys
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -61,6 +62,7 @@ def _text_or_base64(data: bytes) -> Any:
         return {"base64": base64.b64encode(data).decode()}
 
 
+@lru_cache(maxsize=16)  # the events of a batch often share their time
 def moment(time_us: int | None) -> str:
     """Microseconds since 1970 as a time a person can read; empty for none.
 

@@ -10,7 +10,7 @@ import click
 
 from penstock.cli import exits, output
 from penstock.cli.complete import complete_topic
-from penstock.cli.intake import STDIN, Line, check_sources
+from penstock.cli.intake import STDIN, Stretch, check_sources
 from penstock.cli.invocation import Invocation, leaf
 from penstock.cli.publisher import Plan, Publisher, Tally, publish_all
 from penstock.cli.session import change
@@ -123,7 +123,7 @@ def _publish(invocation: Invocation, plan: Plan, direct: bytes | None, paths: li
         publisher = Publisher(bus, plan)
         publishers.append(publisher)
         if direct is not None:
-            await publisher.send_one(Line("the value", 1, direct))
+            await publisher.send_one(Stretch("the value", 1, [direct]))
             return None
         return await publish_all(publisher, paths, max_bytes)
 

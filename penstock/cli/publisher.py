@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from penstock.cli.intake import Intake, Line
+from penstock.cli.intake import Intake, Stretch
 from penstock.model.errors import DecodeFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from datetime import datetime
 
     import penstock
 
+BLANK = object()  # stands for a line without a document, so that the others keep their numbers
 PROGRESS_AFTER_S = 1.0  # shorter runs are over before anybody reads it
 PROGRESS_EVERY_S = 0.2
 PROGRESS_EVERY_PIPED_S = 5.0  # a log file gets a line, not a moving figure
@@ -48,30 +49,40 @@ class Plan:
         """Whether each line is an event."""
         return self.lines or self.ndjson
 
-    def value(self, line: Line) -> tuple[Any, str]:
-        """The event in a piece of input, and its codec."""
+    def values(self, stretch: Stretch) -> tuple[list[Any], str]:
+        """The events in a stretch of input, and their codec."""
         codec = self.codec or ("json" if self.ndjson else "raw" if self.lines else None)
+        if codec == "raw" and not self.ndjson:
+            return list(stretch.pieces), codec
         if codec is None:
-            with contextlib.suppress(ValueError):
-                return _json(line.data), "json"
-            return line.data, "raw"
-        try:
-            if codec == "raw":
-                return line.data, codec
-            if codec == "json":
-                return _json(line.data), codec
-            if codec == "msgpack":
-                return msgspec.json.decode(line.data), codec
-            from penstock.model.codec import codecs
+            values = [_json_or_bytes(data) for data in stretch.pieces]
+            return values, "raw" if isinstance(values[0], bytes) else "json"
+        read = _reader(codec)
+        values = []
+        for number, data in enumerate(stretch.pieces, stretch.first):
+            try:
+                values.append(read(data) if data.strip() or not self.ndjson else BLANK)
+            except ValueError as error:
+                raise DecodeFailed(
+                    f"{stretch.source} line {number} is no JSON ({error}); use --codec raw to publish "
+                    "the bytes as they are",
+                    source=stretch.source,
+                    line=number,
+                ) from None
+        return values, codec
 
-            return codecs.get(codec).decode(line.data), codec
-        except ValueError as error:
-            raise DecodeFailed(
-                f"{line.source} line {line.number} is no JSON ({error}); use --codec raw to publish "
-                "the bytes as they are",
-                source=line.source,
-                line=line.number,
-            ) from None
+
+def _reader(codec: str) -> Callable[[bytes], Any]:
+    """How input for a codec is understood: JSON text where the codec takes values."""
+    if codec == "raw":
+        return bytes
+    if codec == "json":
+        return _json
+    if codec == "msgpack":
+        return msgspec.json.decode
+    from penstock.model.codec import codecs
+
+    return codecs.get(codec).decode
 
 
 def understood(text: str) -> Any:
@@ -80,7 +91,10 @@ def understood(text: str) -> Any:
     >>> understood("hello")
     b'hello'
     """
-    data = text.encode(errors="surrogateescape")
+    return _json_or_bytes(text.encode(errors="surrogateescape"))
+
+
+def _json_or_bytes(data: bytes) -> Any:
     with contextlib.suppress(ValueError):
         return _json(data)
     return data
@@ -151,75 +165,63 @@ class Publisher:
         self.receipt: penstock.Receipt | None = None
         self._sequence = 0
 
-    async def send_one(self, line: Line) -> None:
+    async def send_one(self, stretch: Stretch) -> None:
         """Publish one event with everything the options say."""
-        plan = self.plan
-        value, codec = plan.value(line)
-        self._sequence += 1
+        values, codec = self.plan.values(stretch)
         self.tally.pending = 1
-        receipt = await self._publish(value, codec, self._sequence)
-        self.tally.add(receipt, len(line.data))
+        self.receipt = await self._publish(values[0], codec, None)
+        self.tally.add(self.receipt, len(stretch.pieces[0]))
         self.tally.pending = 0
-        self.receipt = receipt
 
-    async def send_many(self, lines: Sequence[Line]) -> None:
-        """Publish lines together; blank lines of NDJSON are no events."""
-        plan = self.plan
+    async def send_many(self, stretch: Stretch) -> None:
+        """Publish lines together; blank lines of NDJSON are no events, but they count as lines."""
         first = self._sequence + 1
-        self._sequence += len(lines)
-        numbered = [
-            (number, line)
-            for number, line in enumerate(lines, first)
-            if not plan.ndjson or line.data.strip()
-        ]
-        if not numbered:
+        self._sequence += len(stretch.pieces)
+        values, codec = self.plan.values(stretch)
+        numbers = list(range(first, first + len(values)))
+        if self.plan.ndjson:
+            there = [(value, number) for value, number in zip(values, numbers, strict=True) if value is not BLANK]  # fmt: skip
+            values, numbers = [value for value, _ in there], [number for _, number in there]
+        if not values:
             return
-        values = [plan.value(line) for _, line in numbered]
         self.tally.pending = len(values)
-        if plan.delay_s is not None or plan.deliver_at is not None:
-            await self._send_later(values, numbered)
+        size = sum(map(len, stretch.pieces))
+        if self.plan.delay_s is not None or self.plan.deliver_at is not None:
+            await self._send_later(values, codec, numbers, size)
         else:
-            await self._send_batch(values, numbered)
+            await self._send_batch(values, codec, numbers, size)
         self.tally.pending = 0
         self.tally.show_progress()
 
-    async def _send_batch(
-        self, values: list[tuple[Any, str]], numbered: list[tuple[int, Line]]
-    ) -> None:
+    async def _send_batch(self, values: list[Any], codec: str, numbers: list[int], size: int) -> None:  # fmt: skip
         plan, count = self.plan, len(values)
+        keys = None
+        if plan.idempotency_key is not None:
+            keys = [f"{plan.idempotency_key}:{number}" for number in numbers]
         receipt = await self.bus.publish_many(
             plan.topic,
-            [value for value, _ in values],
-            codec=values[0][1],
+            values,
+            codec=codec,
             keys=[plan.key] * count if plan.key is not None else None,
             headers=[plan.headers] * count if plan.headers else None,
-            idempotency_keys=(
-                [f"{plan.idempotency_key}:{number}" for number, _ in numbered]
-                if plan.idempotency_key is not None
-                else None
-            ),
+            idempotency_keys=keys,
             ttl_s=plan.ttl_s,
             priorities=[plan.priority] * count if plan.priority else None,
         )
-        self.tally.add(receipt, sum(len(line.data) for _, line in numbered))
+        self.tally.add(receipt, size)
 
-    async def _send_later(
-        self, values: list[tuple[Any, str]], numbered: list[tuple[int, Line]]
-    ) -> None:
+    async def _send_later(self, values: list[Any], codec: str, numbers: list[int], size: int) -> None:  # fmt: skip
         """Events with a time of their own are single publishes; together they share a commit."""
-        calls = [
-            self._publish(value, codec, number)
-            for (value, codec), (number, _) in zip(values, numbered, strict=True)
-        ]
+        calls = [self._publish(value, codec, number) for value, number in zip(values, numbers, strict=True)]  # fmt: skip
         results = await asyncio.gather(*calls, return_exceptions=True)
-        for result, (_, line) in zip(results, numbered, strict=True):
+        for result in results:
             if not isinstance(result, BaseException):
-                self.tally.add(result, len(line.data))
+                self.tally.add(result, size // len(values))
         for result in results:
             if isinstance(result, BaseException):
                 raise result
 
-    async def _publish(self, value: Any, codec: str, number: int) -> penstock.Receipt:
+    async def _publish(self, value: Any, codec: str, number: int | None) -> penstock.Receipt:
         plan = self.plan
         key = plan.idempotency_key
         return await self.bus.publish(
@@ -228,7 +230,7 @@ class Publisher:
             codec=codec,
             key=plan.key,
             headers=plan.headers or None,
-            idempotency_key=f"{key}:{number}" if key is not None and plan.many else key,
+            idempotency_key=key if key is None or number is None else f"{key}:{number}",
             delay_s=plan.delay_s,
             deliver_at=plan.deliver_at,
             ttl_s=plan.ttl_s,
@@ -247,7 +249,9 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         for number in (signal.SIGINT, signal.SIGTERM):
-            self._loop.add_signal_handler(number, self._on_signal, number)
+            # Ignored from the start means somebody put us into the background: it stays so.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._loop.add_signal_handler(number, self._on_signal, number)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -269,11 +273,11 @@ async def publish_all(
     with Interrupts(intake) as interrupts:
         try:
             if publisher.plan.many:
-                async for lines in intake.batches(publisher.plan.batch):
-                    await publisher.send_many(lines)
+                async for stretch in intake.batches(publisher.plan.batch):
+                    await publisher.send_many(stretch)
             else:
-                async for line in intake.wholes():
-                    await publisher.send_one(line)
+                async for stretch in intake.wholes():
+                    await publisher.send_one(stretch)
         except asyncio.CancelledError:
             if interrupts.received is None:
                 raise

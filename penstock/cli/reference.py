@@ -42,8 +42,8 @@ OUTPUT_FIELDS = """## Events in JSON
 `codec`, `priority`, `expires_us`, and either `value` (payloads of the codecs json and msgpack, and
 raw payloads that are UTF-8 text) or `base64`.
 
-`dlq replay`, `dlq purge` and `dlq dead-letter` print `requested`, `done`, `failed`, `results` (one
-for each record) and `failures` (`id`, `code`, `message`).
+`dlq replay` and `dlq purge` print `requested`, `done`, `failed`, `results` (one for each record) and
+`failures` (`id`, `code`, `message`); `dlq dead-letter` prints the counts and the `id` it made.
 
 An error is `{"error": {"code": "notfound.topic", "message": "...", "data": {...}}}`.
 """

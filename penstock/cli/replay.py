@@ -37,13 +37,9 @@ def command(invocation: Invocation, /, pattern: str, limit: int | None, format_:
     Reads only; nothing is delivered again to anybody. A topic that does not exist is an error; a
     pattern that matches nothing prints nothing.
     """
-    from penstock.model.topic import is_wildcard
-
     render = renderer(format_, json=invocation.json)
 
     async def work(bus: penstock.Bus) -> None:
-        if not is_wildcard(pattern):
-            await bus.topics.info(pattern)  # a slip in the name must not look like an empty topic
         left = limit
         async for event in bus.replay(pattern, **span):
             output.print_bytes(render(event))

@@ -121,13 +121,10 @@ def _template(text: str) -> Callable[[penstock.Event], bytes]:
 def renderer(format: str, *, json: bool) -> Callable[[penstock.Event], bytes]:
     """The function that turns an event into the bytes to print."""
     presets = {"line": _line, "value": _value, "json": _json}
-    if json:
-        return _json
-    if format in presets:
-        return presets[format]
-    if "{" not in format:
+    if format not in presets and "{" not in format:
         raise click.BadParameter(f"--format {format}: give {', '.join(PRESETS)} or a template such as '{{offset}} {{value}}'")  # fmt: skip
-    return _template(format)
+    chosen = presets.get(format) or _template(format)
+    return _json if json else chosen
 
 
 FORMAT_HELP = "line, value (the bare payload), json, or a template such as '{offset} {value}'."

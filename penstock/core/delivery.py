@@ -177,7 +177,14 @@ class QueueGroup:
         heapq.heapify(self._retries)
         self._ready = deque(part for run in self._ready for part in _without(run, lane, offset))
         self._unseen = deque(part for run in self._unseen for part in _without(run, lane, offset))
-        self._settled(lane, offset)
+        self._priorities.withdraw(lane, offset)
+        self._dying.pop((lane, offset), None)
+        self.doomed = [each for each in self.doomed if (each.lane, each.offset) != (lane, offset)]
+        if self.starved is not None and _holds(self.starved, lane, offset):
+            self._unseen.extendleft(reversed(_without(self.starved, lane, offset)))
+            self.starved = None
+        if self._gate is None or not self._gate.withdraw(lane, offset):
+            self._settled(lane, offset)
 
     def again(self, lane: Lane, offset: int, now: float) -> None:
         """A dead letter comes back with a fresh budget."""
@@ -281,6 +288,8 @@ class QueueGroup:
             self._fill_gate(limit)
         if self._ready:
             return _cut(self._ready, limit)
+        if self._gate is not None:
+            return None  # what is left waits for its key, or for its keys to be loaded
         run = self._next_urgent(limit)
         return run if run is not None else self._pull(limit)
 

@@ -66,6 +66,17 @@ class KeyGate:
         del self._waiting[slot]
         return None
 
+    def withdraw(self, lane: Lane, offset: int) -> bool:
+        """Take out an event that waits for its key; False when it does not wait here."""
+        queue = self._waiting.get(self._keys.get((id(lane), offset), (0, b"")))
+        waiting = next((run for run in queue or () if run.start == offset), None)
+        if queue is None or waiting is None:
+            return False
+        queue.remove(waiting)
+        del self._keys[id(lane), offset]
+        self.held -= 1
+        return True
+
     def waiting(self) -> Iterator[Run]:
         """Everything held back."""
         for queue in self._waiting.values():
@@ -115,6 +126,13 @@ class Priorities:
             heapq.heappop(self._heap)
             run = run._replace(count=run.count + 1)
         return run
+
+    def withdraw(self, lane: Lane, offset: int) -> None:
+        """Take one event out."""
+        self._heap = [
+            item for item in self._heap if item[2].lane is not lane or item[2].start != offset
+        ]
+        heapq.heapify(self._heap)
 
     def waiting(self) -> Iterator[Run]:
         """Everything held back."""

@@ -119,8 +119,10 @@ class State:
         """Make one change in a running engine, whose machines already know about deliveries."""
         if isinstance(entry, Leased | Acked | Retried | GroupPut):
             return
-        if isinstance(entry, LaneSet) and self.groups[entry.group].spec.mode == "queue":
-            return
+        if isinstance(entry, LaneSet):
+            group = self.groups.get(entry.group)
+            if group is not None and group.spec.mode == "queue":
+                return
         self.apply(entry)
 
     def _topic_put(self, entry: TopicPut) -> None:
@@ -146,27 +148,39 @@ class State:
         self.groups.pop(entry.group, None)
 
     def _lane_set(self, entry: LaneSet) -> None:
-        group = self.groups[entry.group]
+        group = self.groups.get(entry.group)
         place = (entry.topic, entry.partition)
+        if group is None:
+            return  # deleted before it
         if group.spec.mode == "log":
             group.cursors[place] = entry.offset
         else:
             group.ledgers[place] = Ledger(entry.offset)
 
+    def _ledger(self, entry: Leased | Acked | Retried) -> Ledger | None:
+        """The ledger an entry is about; None when its group or topic was deleted before it."""
+        group = self.groups.get(entry.group)
+        return None if group is None else group.ledgers.get((entry.topic, entry.partition))
+
     def _leased(self, entry: Leased) -> None:
-        group = self.groups[entry.group]
-        group.fence = max(group.fence, entry.fence + 1)
-        group.ledgers[entry.topic, entry.partition].leased(entry.start, entry.count, entry.attempt)
+        group = self.groups.get(entry.group)
+        if group is not None:
+            group.fence = max(group.fence, entry.fence + 1)
+        ledger = self._ledger(entry)
+        if ledger is not None:
+            ledger.leased(entry.start, entry.count, entry.attempt)
 
     def _acked(self, entry: Acked) -> None:
-        ledger = self.groups[entry.group].ledgers[entry.topic, entry.partition]
-        runs = entry.runs
-        for at in range(0, len(runs), 2):
-            ledger.acked(runs[at], runs[at + 1])
+        ledger = self._ledger(entry)
+        if ledger is not None:
+            runs = entry.runs
+            for at in range(0, len(runs), 2):
+                ledger.acked(runs[at], runs[at + 1])
 
     def _retried(self, entry: Retried) -> None:
-        ledger = self.groups[entry.group].ledgers[entry.topic, entry.partition]
-        ledger.retried(entry.start, entry.count, entry.made, entry.delay_ms)
+        ledger = self._ledger(entry)
+        if ledger is not None:
+            ledger.retried(entry.start, entry.count, entry.made, entry.delay_ms)
 
     def _dead(self, entry: Dead) -> None:
         before = self.dead.get(entry.id)
@@ -181,17 +195,19 @@ class State:
             ledger.acked(entry.offset, 1)
 
     def _dead_replayed(self, entry: DeadReplayed) -> None:
-        letter = self.dead[entry.id]
-        letter.replay_count += 1
-        letter.status = "replayed"
+        letter = self.dead.get(entry.id)
+        if letter is not None:  # else it was purged meanwhile
+            letter.replay_count += 1
+            letter.status = "replayed"
 
     def _dead_purged(self, entry: DeadPurged) -> None:
         self.dead.pop(entry.id, None)
 
     def _committed(self, entry: Committed) -> None:
-        group = self.groups[entry.group]
-        group.cursors[entry.topic, entry.partition] = entry.offset
-        group.generation = max(group.generation, entry.generation)
+        group = self.groups.get(entry.group)
+        if group is not None and (entry.topic, entry.partition) in group.cursors:
+            group.cursors[entry.topic, entry.partition] = entry.offset
+            group.generation = max(group.generation, entry.generation)
 
     def _delayed(self, entry: Delayed) -> None:
         pairs = entry.pairs

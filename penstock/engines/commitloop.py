@@ -93,7 +93,7 @@ class CommitLoop:
     # -- what callers do -----------------------------------------------------------------------
 
     async def submit(self, submission: Submission) -> Any:
-        """Wait until a submission is durable; returns its result or its receipts."""
+        """Wait until a submission is durable; returns its receipts."""
         while self._pending.bytes > self._settings.journal.pending_max_bytes:
             await self._wait_for_room()
         self._refuse_when_stopped()
@@ -167,9 +167,10 @@ class CommitLoop:
         await self._find_room()
         taken, flushes = self._take(), self._flushes
         self._flushes = []
-        if not taken.commit.entries:
+        if not taken.commit.entries:  # nothing to write: no work, no room, or only duplicates
+            self._answer(taken.submissions)
             self._resolve(flushes)
-            return False
+            return bool(taken.submissions)
         self._journal.place(taken.commit)
         mode = self._settings.durability.fsync
         try:
@@ -185,10 +186,7 @@ class CommitLoop:
             raise
         self.commits += 1
         self._committed(taken)
-        for submission in taken.submissions:
-            if not submission.future.done():
-                result = submission.result
-                submission.future.set_result(submission.receipts if result is None else result)
+        self._answer(taken.submissions)
         self._resolve(flushes)
         self._give_room()
         return True
@@ -268,6 +266,12 @@ class CommitLoop:
             self._stop(error)
 
     # -- the end -------------------------------------------------------------------------------
+
+    @staticmethod
+    def _answer(submissions: list[Submission]) -> None:
+        for submission in submissions:
+            if not submission.future.done():
+                submission.future.set_result(submission.receipts)
 
     @staticmethod
     def _resolve(flushes: list[asyncio.Future[None]]) -> None:

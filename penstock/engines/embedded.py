@@ -92,6 +92,7 @@ class EmbeddedEngine:
 
     async def open(self) -> None:
         """Lock, recover, and go on where the last life ended."""
+        self.runtime.attach(asyncio.get_running_loop())
         self._lock = await self.runtime.read(self._take_lock)
         try:
             self.recovered: Recovered = await self.runtime.read(
@@ -234,11 +235,12 @@ class EmbeddedEngine:
         if not self._open:
             raise BusClosed("the bus is closed; nothing was stored. Connect again")
         limit = self.settings.limits.max_payload_bytes
-        if draft.batch is None:
-            largest = len(draft.payloads[0]) if draft.count == 1 else max(map(len, draft.payloads))
+        if draft.count >= MERGE_EVENTS and draft.batch is None and draft.deliver_at_us is None:
+            draft.batch = draft.build()
+        if draft.batch is not None:
+            largest = draft.batch.payload_column.largest()
         else:
-            ends = draft.batch.payload_column.ends()
-            largest = max(ends[at + 1] - ends[at] for at in range(draft.count))
+            largest = len(draft.payloads[0]) if draft.count == 1 else max(map(len, draft.payloads))
         if largest > limit:
             raise PayloadTooLarge(
                 f"a payload of {largest} bytes is over the limit of {limit}; nothing was stored. "
@@ -253,13 +255,8 @@ class EmbeddedEngine:
             and draft.deliver_at_us is None
         ):
             await self._put_aside(draft)
-        elif (
-            draft.count >= MERGE_EVENTS
-            and draft.deliver_at_us is None
-            and draft.tokens is None
-            and self.state.topics[draft.topic].partitions == 1
-        ):
-            draft.batch = self.layout.build(draft)
+        elif draft.batch is not None:
+            self.layout.compress(draft.batch)
         return draft_bytes(draft)
 
     async def _put_aside(self, draft: Draft) -> None:

@@ -59,7 +59,7 @@ class Draft:
 
     def subset(self, indices: Sequence[int]) -> Draft:
         """Just some of the events, in the order given."""
-        source = self if self.batch is None else _as_lists(self.batch)
+        source = self if self.payloads or self.batch is None else _as_lists(self.batch)
         payloads = [source.payloads[index] for index in indices]
         part = Draft(self.topic, payloads, tenant=self.tenant, codec=self.codec)
         part.partition, part.deliver_at_us = self.partition, self.deliver_at_us
@@ -134,8 +134,12 @@ class LogFeed(Protocol):
         """Wait for the next batch."""
         ...
 
+    def mark(self, topic: str, partition: int, offset: int) -> None:
+        """The consumer is through with everything before `offset`."""
+        ...
+
     async def commit(self) -> None:
-        """Make everything received so far the group's place; raises Fenced when it is not ours."""
+        """Make what was marked the group's place; raises Fenced when it is not ours."""
         ...
 
     async def close(self) -> None:

@@ -82,10 +82,15 @@ class Housekeeper:
                 self.problem, busy = str(error), False
             if not busy:
                 try:
-                    await asyncio.wait_for(self._wake.wait(), ROUND_S)
+                    await asyncio.wait_for(self._wake.wait(), self._pause_s())
                     self._wake.clear()
                 except TimeoutError:
                     continue
+
+    def _pause_s(self) -> float:
+        if not self._rubbish:
+            return ROUND_S
+        return min(ROUND_S, max(0.0, self._rubbish[0][0] - self._engine.runtime.now()))
 
     async def round(self) -> bool:
         """One piece of work; True when there may be more."""

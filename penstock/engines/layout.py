@@ -64,7 +64,7 @@ class Layout:
     def build(self, draft: Draft) -> EventBatch:
         """Lay a draft out as a batch, compressed when that pays."""
         batch = draft.batch if draft.batch is not None else draft.build()
-        self._compress(batch)
+        self.compress(batch)
         return batch
 
     def build_aside(self, draft: Draft) -> EventBatch:
@@ -73,7 +73,8 @@ class Layout:
         batch.token_base = self._tokens.take(self._wall_us() // 1_000, 1)
         return batch
 
-    def _compress(self, batch: EventBatch) -> None:
+    def compress(self, batch: EventBatch) -> None:
+        """Choose the configured compressor for a batch, when that pays."""
         name = self._media.compressor
         body = batch.body()
         if name == "none" or len(body) < max(self._media.compress_min_bytes, 1):

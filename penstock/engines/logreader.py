@@ -29,8 +29,8 @@ class LogReader:
         self._group = group
         self._next: dict[Place, int] = {}
         """Where to read on, for each partition held."""
-        self._received: dict[Place, int] = {}
-        """Behind what the consumer got and did not commit yet."""
+        self._marked: dict[Place, int] = {}
+        """Behind what the consumer is through with and did not commit yet."""
         self._revoked: list[Place] = []
         self._turn: deque[Place] = deque()
         self._bell: asyncio.Future[None] | None = None
@@ -53,7 +53,7 @@ class LogReader:
         """The group was reset: read on elsewhere, forget what was read."""
         if place in self._next:
             self._next[place] = offset
-            self._received.pop(place, None)
+            self._marked.pop(place, None)
             self._ready = deque(b for b in self._ready if (b.topic, b.partition) != place)
 
     def ring(self) -> None:
@@ -75,9 +75,7 @@ class LogReader:
                 self._give_back()
             if self._ready:
                 batch = self._ready.popleft()
-                place = (batch.topic, batch.partition)
-                if place in self._next:
-                    self._received[place] = batch.end_offset
+                if (batch.topic, batch.partition) in self._next:
                     return batch
                 continue
             if not await self._read_some():
@@ -89,7 +87,7 @@ class LogReader:
         for place in places:
             if self._next.pop(place, None) is not None:
                 self._turn.remove(place)
-            self._received.pop(place, None)
+            self._marked.pop(place, None)
         self._group.returned(self, places)
 
     async def _read_some(self) -> bool:
@@ -112,25 +110,29 @@ class LogReader:
             return True
         return False
 
+    def mark(self, topic: str, partition: int, offset: int) -> None:
+        """The consumer is through with everything before `offset`."""
+        self._marked[topic, partition] = offset
+
     def pending_commit(self) -> list[Entry]:
-        """Entries that make what was received the group's place; raises Fenced when it is not ours."""
+        """Entries that make what was marked the group's place; raises Fenced when it is not ours."""
         group = self._group
         entries: list[Entry] = []
-        for (topic, partition), offset in self._received.items():
+        for (topic, partition), offset in self._marked.items():
             group.rebalance.check(self.member, (topic, partition), self.generation)
             entries.append(Committed(group.name, topic, partition, offset, self.generation))
         return entries
 
     def committed(self) -> None:
-        """What was received so far is committed."""
-        self._received.clear()
+        """What was marked is committed."""
+        self._marked.clear()
 
     async def commit(self) -> None:
-        """Make everything received so far the group's place, durably."""
+        """Make what was marked the group's place, durably."""
         entries = self.pending_commit()
         if entries:
             await self._group.write(entries)
-            self._received.clear()
+            self._marked.clear()
 
     async def close(self) -> None:
         """Leave the group."""

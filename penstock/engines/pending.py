@@ -20,7 +20,7 @@ class Submission:
     """Drafts and entries that go into the journal together."""
 
     __slots__ = (
-        "check", "drafts", "entries", "future", "partitions", "position", "receipts", "result", "size", "tenant",
+        "check", "drafts", "entries", "future", "partitions", "position", "receipts", "size", "tenant",
         "when_taken", "written",
     )  # fmt: skip
 
@@ -47,7 +47,6 @@ class Submission:
         """Last objection before the submission is taken: raises, and nothing of it happens."""
         self.when_taken: Callable[[list[Receipt]], list[Entry]] | None = None
         """Entries that need the offsets the drafts got."""
-        self.result: Any = None
 
 
 class Pending:
@@ -85,6 +84,7 @@ class Pending:
         if len(self._queues) == 1:
             quantum = budget
         spent = 0
+        served: dict[str, deque[Submission]] = {}
         for tenant in list(self._queues):
             queue = self._queues.pop(tenant)
             share = 0
@@ -99,8 +99,11 @@ class Pending:
                 spent += submission.size
                 share += submission.size
                 taken.append(submission)
-            if queue:
-                self._queues[tenant] = queue  # at the back: it had its turn
+            if queue and share:
+                served[tenant] = queue
+            elif queue:
+                self._queues[tenant] = queue
+        self._queues.update(served)  # at the back: they had their turn
         self.bytes -= spent
         return taken
 

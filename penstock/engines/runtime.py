@@ -30,7 +30,12 @@ class Runtime:
         """Microseconds since 1970 UTC; may jump."""
         return time.time_ns() // 1_000
 
-    def now(self) -> float:
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Tell the time of this loop, on which the engine runs."""
+        self.now = loop.time
+
+    @staticmethod
+    def now() -> float:
         """Seconds on a clock that never jumps."""
         return asyncio.get_running_loop().time()
 

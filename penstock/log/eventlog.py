@@ -251,13 +251,13 @@ class EventLog:
         log = self.partition(topic, partition)
         if not log.bases or time_us <= log.times[0]:
             for info, stretch in self.manifest.ranges(topic, partition):
-                if stretch.last_time_us >= time_us:
+                if stretch.last_time_us >= time_us and stretch.last_offset >= log.floor:
                     with self._readers.lend(info) as reader:
                         found = reader.find_time(topic, partition, time_us)
                     if found is not None:
-                        return found
+                        return max(found, log.floor)
         at = bisect_left(log.times, time_us)
-        return log.bases[at] if at < len(log.bases) else log.end
+        return max(log.bases[at], log.floor) if at < len(log.bases) else log.end
 
     def sealed(self, position: int) -> None:
         """Everything in the journal before `position` is in segments now."""

@@ -61,11 +61,13 @@ class Watermark:
     """How far the journal may be read by others; written only after the data is durable.
 
     Two slots are written in turn, so a torn write leaves the older one. It is never synced: after
-    a power failure it may be behind, which is safe; it is never ahead.
+    a power failure it may be behind, which is safe; it is never ahead. With `fsync = never` it may
+    be: such a slot says so, and recovery takes nothing for lost because of it.
     """
 
     _SLOT = struct.Struct("<QQI")
     _STRIDE = 512
+    _VOLATILE = 1 << 63  # in the epoch: the position was readable, not durable
 
     def __init__(self, disk: Disk, *, write: bool) -> None:
         if write and not disk.exists(WATERMARK):
@@ -75,8 +77,10 @@ class Watermark:
             self._file = disk.open(WATERMARK, write=write)
         self._turn = 0
 
-    def publish(self, position: int, epoch: int) -> None:
+    def publish(self, position: int, epoch: int, *, durable: bool = True) -> None:
         """Let readers see everything before `position`."""
+        if not durable:
+            epoch |= self._VOLATILE
         checksum = zlib.crc32(struct.pack("<QQ", position, epoch))
         slot = self._SLOT.pack(position, epoch, checksum)
         self._file.write_at(self._turn * self._STRIDE, slot)
@@ -84,7 +88,11 @@ class Watermark:
 
     def read(self) -> int:
         """The highest position published, or 0."""
-        best = 0
+        return self.positions()[0]
+
+    def positions(self) -> tuple[int, int]:
+        """The highest position published, and the highest that was durable then; 0 for none."""
+        best = durable = 0
         for turn in (0, 1):
             slot = self._file.read(turn * self._STRIDE, self._SLOT.size)
             if len(slot) < self._SLOT.size:
@@ -92,7 +100,9 @@ class Watermark:
             position, epoch, checksum = self._SLOT.unpack(slot)
             if zlib.crc32(struct.pack("<QQ", position, epoch)) == checksum:
                 best = max(best, position)
-        return best
+                if not epoch & self._VOLATILE:
+                    durable = max(durable, position)
+        return best, durable
 
     def close(self) -> None:
         """Release the file."""
@@ -250,7 +260,7 @@ class Journal:
 
     def publish(self, end: int) -> None:
         """Show other processes what was written, durable or not (`fsync = never`)."""
-        self._watermark.publish(end, self.epoch)
+        self._watermark.publish(end, self.epoch, durable=False)
 
     def _roll(self, base: int) -> None:
         if self._file is not None:

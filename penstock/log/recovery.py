@@ -60,7 +60,7 @@ def check_folder(disk: Disk, *, write: bool) -> None:
     """Refuse what is no data folder or too new; make a new one when writing."""
     if disk.exists(ABOUT):
         try:
-            version = json.loads(read_file(disk, ABOUT))["format"]
+            version = int(json.loads(read_file(disk, ABOUT))["format"])
         except (ValueError, KeyError, TypeError):
             raise Corrupted(
                 f"{ABOUT} cannot be read; write {{'format': {FORMAT}}} into it if this is a "
@@ -74,6 +74,13 @@ def check_folder(disk: Disk, *, write: bool) -> None:
                 version=version,
             )
         return
+    if disk.list(FOLDER):
+        # It is written before the first journal file, so it was there.
+        raise Corrupted(
+            f"{ABOUT} is missing beside a journal; nothing was changed. Restore it from a copy, or "
+            f"write {{\"format\": {FORMAT}}} into it if this is a Penstock folder",
+            path=ABOUT,
+        )
     others = [name for name in disk.list("") if name not in ("lock", *FOLDERS)]
     if others or not write:
         found = f"it holds {others[:3]}" if others else "it is empty"
@@ -99,7 +106,7 @@ class Recovery:
         self.epoch = 0
         self.torn_bytes = 0
         self.audited: list[tuple[int, Audited]] = []
-        self.watermark = self._read_watermark()
+        self.watermark, self._promised = self._read_watermark()
         self.position = min(self.fold.position, self.manifest.sealed_to)
         self._indexed = self.manifest.sealed_to
         self.side: dict[bytes, int] = {}
@@ -109,12 +116,13 @@ class Recovery:
                 log.end = log.next = max(log.end, end)
                 log.last_time_us = max(log.last_time_us, time_us)
 
-    def _read_watermark(self) -> int:
+    def _read_watermark(self) -> tuple[int, int]:
+        """How far the journal may be read, and how far it is sure to be there."""
         if not self.disk.exists(WATERMARK):
-            return 0
+            return 0, 0
         mark = Watermark(self.disk, write=False)
         try:
-            return mark.read()
+            return mark.positions()
         finally:
             mark.close()
 
@@ -129,7 +137,7 @@ class Recovery:
         for number, base in enumerate(wanted):
             following = wanted[number + 1] if number + 1 < len(wanted) else None
             self._read_file(base, following)
-        if self.position < self.watermark:
+        if self.position < self._promised:
             raise self._hole(file_name(wanted[-1]) if wanted else FOLDER, self.position)
         return Recovered(
             self.log, self.fold, self.position, self.epoch, self.torn_bytes, self.audited,
@@ -139,7 +147,9 @@ class Recovery:
     def advance(self) -> bool:
         """Read on as far as the writer, in another process, has published; for read-only readers."""
         before = self.position
-        self.watermark = max(self.watermark, self._read_watermark())
+        watermark, promised = self._read_watermark()
+        self.watermark = max(self.watermark, watermark)
+        self._promised = max(self._promised, promised)
         changed = self.manifest.refresh()
         while self.position < self.watermark:
             bases = [base for base in file_bases(self.disk) if base <= self.position]
@@ -150,6 +160,8 @@ class Recovery:
             here = self.position
             self._read_on(bases[-1])
             if self.position == here:
+                if here >= self._promised:
+                    break  # `fsync = never`: the power failure took what the watermark showed
                 raise self._hole(file_name(bases[-1]), here)
         if changed:
             self._indexed = max(self._indexed, self.manifest.sealed_to)
@@ -167,7 +179,7 @@ class Recovery:
             file.close()
 
     def _check_start(self, wanted: list[int]) -> None:
-        first = wanted[0] if wanted else self.watermark
+        first = wanted[0] if wanted else self._promised
         if first > self.position:
             raise Corrupted(
                 f"{file_name(self.position)} is missing: the journal before {first} is neither in "
@@ -238,7 +250,7 @@ class Recovery:
 
     def _check_tail(self, base: int, view: memoryview, end: int) -> None:
         """A broken frame at the end is an interrupted write only if nothing proves it was durable."""
-        if end < self.watermark:
+        if end < self._promised:
             raise self._hole(file_name(base), end)
         for frame in later_frames(view, base, end):
             if frame.durable > end:
@@ -265,6 +277,7 @@ def open_for_writing(disk: Disk, settings: Settings) -> Recovered:
     check_folder(disk, write=True)
     for folder in FOLDERS:
         disk.make_dir(folder)
-    if disk.exists(SPARE):
+    recovered = Recovery(disk, settings, write=True).run()
+    if disk.exists(SPARE):  # only now: a folder that is refused stays as it is
         disk.remove(SPARE)
-    return Recovery(disk, settings, write=True).run()
+    return recovered

@@ -209,6 +209,8 @@ def batch_of_columns(topic: str, table: Any, *, tenant: str, codec: str) -> Even
                 f"the table has {combined.num_rows} rows; a batch needs at least one"
             )
         table = chunks[0]
+    if not table.num_rows:
+        raise InvalidBatch("the columns have no rows; a batch needs at least one event")
     known = {"payload", "key", "headers", "event_time"}
     unknown = set(table.schema.names) - known
     if unknown or "payload" not in table.schema.names:
@@ -227,14 +229,29 @@ def batch_of_columns(topic: str, table: Any, *, tenant: str, codec: str) -> Even
         if keys.null_count < len(keys):
             batch.key_column, batch.key_validity = take_strings(keys), _validity(keys)
     if "headers" in table.schema.names:
+        headers = table.column("headers")
+        if not pa.types.is_map(headers.type) and headers.null_count < len(headers):
+            raise InvalidBatch(
+                f"column 'headers' is {headers.type}, not a map of text to text", column="headers"
+            )
         batch.header_column = HeaderColumn.of(
-            [dict(each) if each else None for each in table.column("headers").to_pylist()]
+            [dict(each) if each else None for each in headers.to_pylist()]
         )
     if "event_time" in table.schema.names:
-        times = table.column("event_time").cast(TIME).view(pa.int64())
-        batch.times = times.to_numpy()
+        batch.times = _event_times(table.column("event_time"))
         batch.time_us = int(batch.times[0])
     return batch
+
+
+def _event_times(array: pa.Array) -> Any:
+    if array.null_count:
+        raise InvalidBatch("the event_time column has nulls; leave it out", column="event_time")
+    try:
+        return array.cast(TIME).view(pa.int64()).to_numpy()
+    except pa.ArrowInvalid as error:
+        raise InvalidBatch(
+            f"column 'event_time' is {array.type} and holds no times: {error}", column="event_time"
+        ) from None
 
 
 def _as_binary(array: pa.Array, name: str) -> pa.Array:

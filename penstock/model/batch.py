@@ -118,6 +118,8 @@ class EventBatch:
             batch = cls(topic, count, Strings.of(payloads))
         except TypeError:
             raise _blame("payloads", payloads) from None
+        if count == 1 and not isinstance(payloads[0], bytes | bytearray | memoryview):
+            raise _blame("payloads", payloads)  # nothing was joined that could have objected
         batch.tenant, batch.codec, batch.schema_id = tenant, codec, schema_id
         batch.token_base = token_base
         if tokens is not None:
@@ -186,7 +188,9 @@ class EventBatch:
                 if self.key_validity is not None:
                     buffers.append(self.key_validity)
                 buffers += self.key_column.parts()
-            buffers += self.payload_column.parts()
+            offsets, data = self.payload_column.parts()
+            before = sum(len(buffer) + (-len(buffer) & 7) for buffer in buffers)
+            buffers += (offsets, data)
             if self.header_column is not None:
                 buffers += self.header_column.parts()
             if self.expires is not None:
@@ -198,6 +202,11 @@ class EventBatch:
             for buffer in buffers:
                 parts += (buffer, padding(len(buffer)))
             self._body = b"".join(parts)
+            # From here on the payloads are held once, inside the body.
+            view, start = memoryview(self._body), before + len(offsets) + (-len(offsets) & 7)
+            self.payload_column = Strings(
+                self.count, view[before : before + len(offsets)], view[start : start + len(data)]
+            )
         return self._body
 
     def _head(self) -> bytes:
@@ -470,7 +479,10 @@ def _blame(name: str, values: Sequence[Any]) -> InvalidBatch:
 
 
 def check_columns(batch: EventBatch) -> None:
-    """Prove that no offset points outside its column; for batches from outside the checksum."""
+    """Prove that no offset points outside its column, and that headers are text.
+
+    For batches from outside the checksum.
+    """
     columns = [batch.payload_column, batch.key_column]
     if batch.header_column is not None:
         columns += (batch.header_column.keys, batch.header_column.values)
@@ -483,3 +495,8 @@ def check_columns(batch: EventBatch) -> None:
         ends = np.frombuffer(column.offsets, dtype=np.int32)
         if ends[0] != 0 or (np.diff(ends) < 0).any() or ends[-1] > len(column.data):
             raise InvalidBatch("the offsets of a column run backwards or past its end")
+    if batch.header_column is not None:
+        try:
+            batch.header_column.mappings()
+        except UnicodeDecodeError:
+            raise InvalidBatch("a header is not text in UTF-8") from None

@@ -61,6 +61,11 @@ class Strings:
         """The offsets as integers."""
         return memoryview(self.offsets).cast("B").cast("i")
 
+    def largest(self) -> int:
+        """Length of the longest value."""
+        ends = np.frombuffer(self.offsets, dtype=np.int32, count=self.count + 1)
+        return int(np.diff(ends).max())
+
     def at(self, index: int) -> bytes:
         """One value."""
         ends = self.ends()

@@ -109,6 +109,11 @@ def test_own_files_are_cut_at_the_target_and_never_too_small(disk, manifest):
         assert one.ranges[0].last_offset + 1 == other.ranges[0].first_offset
 
 
+def test_a_rest_too_small_for_a_file_stays_in_the_last_one(disk, manifest):
+    result = seal(disk, manifest, batch("big", 0, 120), batch("big", 120, 5))
+    assert [info.rows for info in result.added] == [125]
+
+
 def test_files_are_cut_at_midnight_utc(disk, manifest):
     late, early = batch("big", 0, 100, DAY_US - 1), batch("big", 100, 100, DAY_US)
     crossing = batch("big", 200, 2)

@@ -86,7 +86,7 @@ async def fanout(peer: Peer, window: Window) -> Sample:
     return await _deliver(peer, window, "fanout", subscribers=FANOUT_SUBSCRIBERS)
 
 
-class _Ledger:
+class Ledger:
     """What was published and who has had it: gives each batch its latency when all have it."""
 
     def __init__(self, subscribers: int, batch_events: int, meter: Meter) -> None:
@@ -143,7 +143,7 @@ async def _deliver(peer: Peer, window: Window, shape: Shape, subscribers: int) -
     await peer.open(shape)
     batches = itertools.cycle(window.batches())
     meter = window.meter()
-    ledger = _Ledger(subscribers, window.batch_events, meter)
+    ledger = Ledger(subscribers, window.batch_events, meter)
     try:
         async with AsyncExitStack() as stack:
             for place in range(subscribers):

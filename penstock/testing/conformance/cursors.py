@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 import penstock
+from penstock import errors
 from penstock.testing.conformance.harness import (
     Contract,
     eventually,
     nothing,
     numbers,
+    owes,
     payloads,
     read,
     take,
@@ -42,7 +44,7 @@ class TestCursors(Contract):
             await bus.publish_many(topic, numbers(100, first=100))
             events += await take(sub, 150)
         assert payloads(events) == numbers(200)
-        with pytest.raises(penstock.NotLeased):
+        with pytest.raises(errors.NotLeased):
             await events[0].ack()
 
     async def test_batches(self, bus: penstock.Bus, topic: str, group: str) -> None:
@@ -96,7 +98,7 @@ class TestCursors(Contract):
             async with bus.subscribe(topic, group=group, mode="log", member="worker") as new:
                 assert payloads(await take(new, 2)) == numbers(2)
                 await new.commit()
-                with pytest.raises(penstock.Fenced):
+                with pytest.raises(errors.Fenced):
                     await old.commit()
         async with bus.subscribe(topic, group=group, mode="log") as sub:
             assert payloads(await take(sub, 8)) == numbers(8, first=2)
@@ -140,11 +142,7 @@ class TestCursors(Contract):
         async with bus.subscribe(topic, group=group, mode="log") as sub:
             await take(sub, 4)
             await sub.commit()
-
-            async def six() -> bool:
-                return (await bus.groups.info(group)).lag == 6
-
-            await eventually(six, "a lag of six")
+            await owes(bus, group, 6)
 
 
 class TestReplay(Contract):
@@ -191,5 +189,7 @@ class TestReplay(Contract):
             assert payloads(await take(sub, 5)) == numbers(5, first=5)
 
     async def test_nothing_there(self, bus: penstock.Bus, topic: str) -> None:
-        """A replay of a pattern that matches no topic gives nothing."""
+        """A replay of a pattern that matches no topic gives nothing; of a topic that is not there, UnknownTopic."""
         assert await read(bus, f"{topic}.#") == []
+        with pytest.raises(errors.UnknownTopic):
+            await read(bus, topic)

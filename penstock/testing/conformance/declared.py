@@ -7,6 +7,7 @@ from typing import ClassVar
 import pytest
 
 import penstock
+from penstock import errors
 from penstock.testing.conformance.harness import Contract, Harness
 
 REFUSAL = "test_refused_when_not_declared"
@@ -32,6 +33,6 @@ class Declared(Contract):
         self, bus: penstock.Bus, topic: str, group: str
     ) -> None:
         """An engine that does not declare it raises Unsupported from the call that needs it."""
-        with pytest.raises(penstock.Unsupported) as refused:
+        with pytest.raises(errors.Unsupported) as refused:
             await self.call(bus, topic, group)
         assert refused.value.code == "refused.unsupported"

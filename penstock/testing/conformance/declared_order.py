@@ -12,6 +12,7 @@ from penstock.testing.conformance.harness import (
     eventually,
     nothing,
     numbers,
+    owes,
     payloads,
     take,
 )
@@ -158,11 +159,7 @@ class TestFilters(Declared):
         async with bus.subscribe(topic, group=group, filter=wanted) as sub:
             assert payloads(await take(sub, 2)) == [b"0", b"4"]
             await nothing(sub)
-
-            async def done() -> bool:
-                return (await bus.groups.info(group)).lag == 0
-
-            await eventually(done, "a lag of zero")
+            await owes(bus, group, 0)
         async with bus.subscribe(topic, group=f"{group}-all") as sub:
             assert payloads(await take(sub, 5)) == numbers(5)
 

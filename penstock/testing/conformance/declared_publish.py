@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 import penstock
+from penstock import errors
 from penstock.testing.conformance.declared import Declared
 from penstock.testing.conformance.harness import (
     entered,
@@ -17,6 +18,7 @@ from penstock.testing.conformance.harness import (
     numbers,
     payloads,
     read,
+    stored,
     take,
 )
 
@@ -50,8 +52,8 @@ class TestTransactions(Declared):
                 tx.publish(left, b"1", key=b"k")
                 tx.publish_many(right, [b"2", b"3"])
                 tx.ack(event)
-                assert await read(bus, left) == []
-                assert await read(bus, right) == []
+                assert await stored(bus, left) == []
+                assert await stored(bus, right) == []
             assert [receipt.count for receipt in tx.receipts] == [1, 2]
         assert payloads(await read(bus, left)) == [b"1"]
         assert payloads(await read(bus, right)) == [b"2", b"3"]
@@ -73,7 +75,7 @@ class TestTransactions(Declared):
             [event] = await take(sub, 1, ack=False)
             with pytest.raises(Change):
                 await fail(event)
-            assert await read(bus, target) == []
+            assert await stored(bus, target) == []
             await event.nack(delay_s=0.0)
             [again] = await take(sub, 1)
             assert again.id == event.id
@@ -86,9 +88,9 @@ class TestTransactions(Declared):
                 tx.publish(topic, b"good")
                 tx.publish("bad..topic", b"x")
 
-        with pytest.raises(penstock.InvalidTopic):
+        with pytest.raises(errors.InvalidTopic):
             await fail()
-        assert await read(bus, topic) == []
+        assert await stored(bus, topic) == []
 
     async def test_commit(self, bus: penstock.Bus, topic: str, group: str) -> None:
         """A log group's cursor moves with the publishes of the transaction, or not at all."""
@@ -124,9 +126,9 @@ class TestTransactions(Declared):
 
         async with bus.subscribe(source, group=group) as sub:
             [event] = await take(sub, 1)
-            with pytest.raises(penstock.AlreadySettled):
+            with pytest.raises(errors.AlreadySettled):
                 await twice(event)
-        assert await read(bus, target) == []
+        assert await stored(bus, target) == []
 
 
 class TestIdempotency(Declared):
@@ -149,12 +151,28 @@ class TestIdempotency(Declared):
         assert payloads(await read(bus, topic)) == [b"first", b"other"]
 
     async def test_token(self, bus: penstock.Bus, topic: str) -> None:
-        """The same holds for a token given by the caller."""
+        """The same holds for a token given by the caller, which the event keeps."""
         token = uuid.uuid4().bytes
+        tokens = [uuid.uuid4().bytes for _ in range(3)]
         first = await bus.publish(topic, b"x", token=token)
         second = await bus.publish(topic, b"x", token=token)
         assert (first.duplicate, second.duplicate) == (False, True)
-        assert payloads(await read(bus, topic)) == [b"x"]
+        await bus.publish_many(topic, numbers(3), tokens=tokens)
+        events = await read(bus, topic)
+        assert payloads(events) == [b"x", *numbers(3)]
+        assert [event.token.bytes for event in events] == [token, *tokens]
+
+    @pytest.mark.parametrize("token", [b"short", "no uuid", 7], ids=repr)
+    async def test_tokens_have_16_bytes(self, bus: penstock.Bus, topic: str, token: Any) -> None:
+        """A token that is not 128 bits, or a column of tokens too short, is refused and nothing is stored."""
+        await bus.publish(topic, b"before")
+        with pytest.raises(errors.InvalidInput):
+            await bus.publish(topic, b"x", token=token)
+        with pytest.raises(errors.InvalidInput):
+            await bus.publish_many(topic, [b"x", b"y"], tokens=[bytes(16), token])
+        with pytest.raises(errors.InvalidBatch):
+            await bus.publish_many(topic, [b"x", b"y"], tokens=[bytes(16)])
+        assert payloads(await read(bus, topic)) == [b"before"]
 
     async def test_batch(self, bus: penstock.Bus, topic: str) -> None:
         """A batch published again under the same keys stores nothing."""
@@ -210,7 +228,7 @@ class TestRequestReply(Declared):
 
     async def test_timeout(self, bus: penstock.Bus, topic: str) -> None:
         """A request nobody answers raises RequestTimedOut."""
-        with pytest.raises(penstock.RequestTimedOut):
+        with pytest.raises(errors.RequestTimedOut):
             await bus.request(topic, b"anyone?", timeout_s=0.2)
 
     async def test_plain_publish(self, bus: penstock.Bus, topic: str, group: str) -> None:

@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 import penstock
+from penstock import errors
 from penstock.testing.conformance.declared import Declared
 from penstock.testing.conformance.harness import nothing, numbers, payloads, read, take
 
@@ -94,11 +95,11 @@ class TestSchedules(Declared):
 
     async def test_wrong(self, bus: penstock.Bus, topic: str, group: str) -> None:
         """A schedule that can never be due raises InvalidSchedule, an unknown id UnknownSchedule."""
-        with pytest.raises(penstock.InvalidSchedule):
+        with pytest.raises(errors.InvalidSchedule):
             await bus.schedules.put(group, topic, b"x", cron="0 0 31 2 *")
-        with pytest.raises(penstock.InvalidSchedule):
+        with pytest.raises(errors.InvalidSchedule):
             await bus.schedules.put(group, topic, b"x")
-        with pytest.raises(penstock.UnknownSchedule):
+        with pytest.raises(errors.UnknownSchedule):
             await bus.schedules.remove(group)
 
 

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import pytest_asyncio
 
 import penstock
+from penstock import errors
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
     from contextlib import AbstractAsyncContextManager
+
+    from penstock.core.state import DeadLetter
 
 DEADLINE_S = 15.0
 """How long a test waits for something that must happen: long, so that a busy machine fails none."""
@@ -148,16 +151,30 @@ async def read(bus: penstock.Bus, pattern: str, **where: Any) -> list[penstock.E
     return [event async for event in bus.replay(pattern, **where)]
 
 
-async def dead_letters(bus: penstock.Bus, group: str, count: int) -> list[penstock.DeadLetter]:
+async def dead_letters(bus: penstock.Bus, group: str, count: int) -> list[DeadLetter]:
     """The dead letters of a group, once there are `count` of them."""
 
-    async def enough() -> list[penstock.DeadLetter]:
+    async def enough() -> list[DeadLetter]:
         found = list(await bus.dead_letters.list(consumer=group))
         return found if len(found) >= count else []
 
     found = await eventually(enough, f"dead letter number {count}")
     assert len(found) == count
     return found
+
+
+async def buried(bus: penstock.Bus, group: str, count: int) -> list[bytes]:
+    """The payloads of a group's dead letters, once there are `count` of them."""
+    letters = await dead_letters(bus, group, count)
+    return [(await bus.dead_letters.inspect(letter.id)).payload for letter in letters]
+
+
+async def stored(bus: penstock.Bus, topic: str) -> list[bytes]:
+    """The payloads a topic holds: none when there is no such topic."""
+    try:
+        return payloads(await read(bus, topic))
+    except errors.UnknownTopic:
+        return []
 
 
 def numbers(count: int, first: int = 0) -> list[bytes]:
@@ -168,3 +185,13 @@ def numbers(count: int, first: int = 0) -> list[bytes]:
 def payloads(events: Iterable[penstock.Event]) -> list[bytes]:
     """The payloads, in order."""
     return [event.payload for event in events]
+
+
+async def owes(bus: penstock.Bus, group: str, count: int) -> None:
+    """Wait until the group has so many events left to settle."""
+
+    async def there() -> bool:
+        lags = {info.name: info.lag for info in await bus.groups.list()}
+        return lags.get(group) == count
+
+    await eventually(there, f"a lag of {count}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import uuid
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
@@ -32,14 +31,12 @@ class TestPublishing(Contract):
 
     async def test_one_event_round_trip(self, bus: penstock.Bus, topic: str, group: str) -> None:
         """Payload, key, headers, codec, token and event time arrive byte for byte as published."""
-        token = uuid.uuid4()
         at = datetime(2024, 2, 29, 23, 59, 59, 123_457, tzinfo=UTC)
         receipt = await bus.publish(
             topic,
             EVERY_BYTE,
             key=b"\x00key\xff",
             headers={"trace": "00-ab-cd", "città": "Zürich 東京", "empty": ""},
-            token=token.bytes,
             event_time=at,
         )
         async with bus.subscribe(topic, group=group) as sub:
@@ -49,29 +46,25 @@ class TestPublishing(Contract):
         assert event.key == b"\x00key\xff"
         assert dict(event.headers) == {"trace": "00-ab-cd", "città": "Zürich 東京", "empty": ""}
         assert event.codec == "raw"
-        assert event.token == token
-        assert receipt.token == token.bytes
+        assert event.token.bytes == receipt.token
+        assert event.id == receipt.ids()[0]
         assert event.time_us == (at - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1)
         assert event.tenant == bus.identity.tenant
         assert event.append_time_us > 0
         assert event.attempt == 1
 
     async def test_many_events_round_trip(self, bus: penstock.Bus, topic: str, group: str) -> None:
-        """Each event of a batch keeps its own key, headers, token and event time."""
+        """Each event of a batch keeps its own key, headers and event time."""
         values = [EVERY_BYTE, b"", b"last"]
         keys = [b"a", None, b"c"]
         headers = [{"n": "1"}, {}, {"n": "3", "more": "yes"}]
-        tokens = [uuid.uuid4().bytes for _ in values]
         times = [datetime(2024, 1, day, tzinfo=UTC) for day in (3, 1, 2)]
-        await bus.publish_many(
-            topic, values, keys=keys, headers=headers, tokens=tokens, event_times=times
-        )
+        await bus.publish_many(topic, values, keys=keys, headers=headers, event_times=times)
         async with bus.subscribe(topic, group=group) as sub:
             events = await take(sub, 3)
         assert payloads(events) == values
         assert [event.key for event in events] == keys
         assert [dict(event.headers) for event in events] == headers
-        assert [event.token.bytes for event in events] == tokens
         assert [event.time for event in events] == times
 
     async def test_text_key(self, bus: penstock.Bus, topic: str) -> None:

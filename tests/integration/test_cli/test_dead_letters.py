@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import pytest
 
 import penstock
 
 AUDITED = ("--actor", "ann", "--reason", "fixed the bug")
+
+
+async def buried(bus: penstock.Bus, group: str, count: int) -> list[Any]:
+    """The dead letters of a group, once there are so many: burying runs beside the consumer."""
+    async with asyncio.timeout(10):
+        while len(letters := await bus.dead_letters.list(consumer=group)) < count:
+            await asyncio.sleep(0.02)
+    return letters
 
 
 async def kill(
@@ -17,12 +28,12 @@ async def kill(
         for value in values:
             await bus.publish(topic, value, key=b"k", headers={"h": "v"})
         async with bus.subscribe(topic, group=group) as subscription:
-            for _ in values:
+            for number in range(1, len(values) + 1):
                 event = await subscription.get(timeout_s=10)
                 assert event is not None
                 await event.reject("cannot be billed")
-        await bus.flush()
-        return [letter.id for letter in await bus.dead_letters.list(consumer=group)]
+                letters = await buried(bus, group, number)
+        return [letter.id for letter in reversed(letters)]
 
 
 async def test_list_and_inspect(cli):
@@ -92,7 +103,7 @@ async def test_replay_delivers_again_and_counts(cli):
             got.append(event.payload)
             await event.reject("again")
         assert sorted(got) == [b"1", b"2"]
-        await bus.flush()
+        await buried(bus, "billing", 3)
     counts = {row["id"]: row["replay_count"] for row in cli.ok("dlq", "list", "--json").rows}
     assert counts == {ids[0]: 1, ids[1]: 1, ids[2]: 0}
 
@@ -123,14 +134,31 @@ async def test_purge(cli):
 
 async def test_dead_letter_by_hand(cli):
     await kill(cli, [b"1"])
-    cli.ok("publish", "orders", "2")
+    async with penstock.connect(str(cli.data)) as bus:
+        await bus.publish("orders", b"2")
+        async with bus.subscribe("orders", group="billing") as subscription:
+            assert await subscription.get(timeout_s=10) is not None, "delivered, and given back"
     words = ["--consumer", "billing", "--topic", "orders", *AUDITED]
     row = cli.ok("dlq", "dead-letter", "--id", "orders/0/1", *words, "--json").row
     assert (row["requested"], row["done"]) == (1, 1)
     rows = cli.ok("dlq", "list", "--json").rows
-    assert [row["offset"] for row in rows] == [0, 1]
-    assert cli("dlq", "dead-letter", "--id", "orders/0/99", *words).code != 0
+    assert [(row["offset"], row["reason"]) for row in rows] == [
+        (1, "fixed the bug"),
+        (0, "cannot be billed"),
+    ]
+    assert cli.ok("dlq", "inspect", "--id", row["id"], "--json").row["value"] == "2"
+    cli.ok("dlq", "dead-letter", "--id", "mail-7", *words, "--payload", "lost and found")
+    assert "lost and found" in cli.ok("dlq", "inspect", "--id", "mail-7@billing").text
+    assert cli("dlq", "dead-letter", "--id", "orders/0/99", *words).code == 3
+    assert cli("dlq", "dead-letter", "--id", "others/0/1", *words).code == 4
     assert cli("dlq", "dead-letter", "--id", "orders/0/1", *words[:-2]).code == 2
+    async with (
+        penstock.connect(str(cli.data)) as bus,
+        bus.subscribe("orders", group="billing") as subscription,
+    ):
+        assert await subscription.get(timeout_s=0.5) is None, (
+            "the consumer does not get it any more"
+        )
 
 
 async def test_audit_knows_who_did_what(cli):

@@ -1,0 +1,1 @@
+"""The simulator: proof by seeded accident that the engine keeps its promises."""

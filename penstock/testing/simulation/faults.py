@@ -1,0 +1,147 @@
+"""Troubles: how each life of the process goes wrong, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from random import Random
+from typing import TYPE_CHECKING
+
+from penstock.model.errors import DiskFull, PenstockError, WriterFailed
+from penstock.testing.sim_disk import Faults, SimDisk
+
+if TYPE_CHECKING:
+    from penstock.testing.simulation.world import World
+
+LIFE_OPERATIONS = (50, 250, 400, 700)
+CRASH_WITHIN = (40, 200, 600, 1_500)  # disk operations after the start of a life
+
+
+class Ending:
+    """How a life ends."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    @classmethod
+    def draw(cls, rng: Random) -> Ending:
+        """Choose one."""
+        kinds = ("crash", "power", "kill", "clean", "fsync", "full")
+        return cls(rng.choices(kinds, (50, 12, 12, 10, 8, 8))[0])
+
+
+class Troubles:
+    """The faults of one life."""
+
+    def __init__(self, world: World, ending: Ending) -> None:
+        self.world = world
+        self.ending = ending
+        self.rng = Random(world.rng.random())
+        self.counts = world.oracle.counts
+        self._closed = False
+
+    def before_open(self) -> None:
+        """Arrange what may already strike while the folder is opened."""
+        disk, rng = self.world.disk, self.rng
+        disk.faults = Faults()
+        if self.ending.kind == "crash":
+            disk.crash_at(disk.operations + rng.randint(1, rng.choice(CRASH_WITHIN)))
+        if self.ending.kind != "rest" and rng.random() < 0.1:
+            disk.faults = Faults(slow=0.02, slow_s=rng.choice((0.05, 0.4)))
+
+    def may_fail_to_open(self, error: Exception) -> bool:
+        """Whether a folder may refuse to open because of a fault of ours."""
+        return False
+
+    async def run(self) -> None:
+        """Let the workload run, with interruptions, for a while."""
+        world, rng = self.world, self.rng
+        target = world.oracle.steps + rng.choice(LIFE_OPERATIONS)
+        first = world.oracle.steps + (target - world.oracle.steps) // 2
+        await self._until(first)
+        if rng.random() < 0.15:
+            seconds = rng.choice((-3600.0, -5.0, 5.0, 3600.0))
+            world.clock.jump(seconds)
+            self.counts["clock_jump"] += 1
+            world.oracle.note("clock jump", str(seconds))
+        if rng.random() < 0.1:
+            world.clock.advance(rng.choice((0.3, 3.0)))
+            self.counts["pause"] += 1
+        if self.ending.kind == "full":
+            await self._full()
+        if self.ending.kind == "fsync":
+            await self._failed_sync()
+            return
+        await self._until(target)
+        if self.ending.kind in ("crash", "power", "kill"):
+            world.disk.power_off()
+            await asyncio.sleep(0)
+
+    async def _until(self, steps: int) -> None:
+        while self.world.oracle.steps < steps:
+            await asyncio.sleep(0.02)
+
+    async def _full(self) -> None:
+        """The disk has no room for a while."""
+        world, disk = self.world, self.world.disk
+        for watch in world.watches.values():
+            watch.full = True
+        disk.capacity_bytes = disk._used_bytes + self.rng.choice((0, 100, 5_000))
+        world.oracle.note("disk full")
+        await asyncio.sleep(self.rng.choice((0.5, 5.0)))
+        disk.capacity_bytes = None
+        self.counts["full_episode"] += 1
+        world.oracle.note("disk has room")
+        await asyncio.sleep(2.5)
+
+    async def _failed_sync(self) -> None:
+        """An fsync fails: the writer must never accept anything again."""
+        world = self.world
+        world.disk.faults = replace(world.disk.faults, failed_sync=1.0)
+        for _ in range(1_000):
+            await asyncio.sleep(0.02)
+            if world.engine.commits.failed is not None:
+                break
+        else:
+            return
+        world.disk.faults = replace(world.disk.faults, failed_sync=0.0)
+        world.dead_writer = True
+        world.oracle.note("writer failed")
+        for _ in range(3):
+            try:
+                await world.bus.publish("scratch.pad", b"0|")
+            except WriterFailed:
+                continue
+            world.oracle.fail("writer-alive", "a publish was accepted after a failed fsync")
+        await asyncio.sleep(0.1)
+
+    async def close(self) -> None:
+        """End the life politely, where that is the plan."""
+        world = self.world
+        if self.ending.kind == "fsync" and self.rng.random() < 0.5:
+            world.disk.power_off()
+            await asyncio.sleep(0)
+        try:
+            await world.bus.close()
+        except (WriterFailed, DiskFull) as error:
+            if self.ending.kind != "fsync":
+                raise
+            world.oracle.note("close", error.code)
+        except PenstockError:
+            raise
+        self._closed = True
+        world.oracle.note("closed")
+
+    def next_disk(self, crashed: bool) -> SimDisk:
+        """The disk as the next life finds it."""
+        disk = self.world.disk
+        if not crashed:
+            return disk
+        self.counts[f"end_{self.ending.kind}"] += 1
+        if self.ending.kind == "kill":
+            # Only the process died: what it wrote is in the page cache, synced or not.
+            after = disk.fork(self.rng.getrandbits(32))
+            after._dead = False
+            after.counts = disk.counts
+            return after
+        return disk.crash()

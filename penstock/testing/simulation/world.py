@@ -1,0 +1,204 @@
+"""The world of one seed: one machine, its disk and clock, and one life of the process after another.
+
+Each life opens the production engine on what the last one left, checks it, runs the workload, and
+ends by a crash in the middle of a disk operation, a power cut, a kill, a failed fsync or a polite
+close. Time, threads, disk and randomness come from the seed, so a seed is a failure's address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+from penstock.bus.bus import Bus
+from penstock.engines.embedded import EmbeddedEngine
+from penstock.engines.runtime import Runtime
+from penstock.model.errors import BusClosed
+from penstock.model.event import Identity
+from penstock.testing.sim_disk import SimCrash, SimDisk
+from penstock.testing.sim_loop import EPOCH_US, SimClock, SimDeadlock, SimLoop, SimStepLimit, kill
+from penstock.testing.simulation.audience import Checks
+from penstock.testing.simulation.consumers import Consumer, Reader
+from penstock.testing.simulation.cursors import CursorWatch
+from penstock.testing.simulation.deliveries import GroupWatch
+from penstock.testing.simulation.faults import Ending, Troubles
+from penstock.testing.simulation.operators import Follower, Operator
+from penstock.testing.simulation.oracle import ABSENT, Finding, Oracle, Sent
+from penstock.testing.simulation.plan import Plan
+from penstock.testing.simulation.producers import Producer
+
+MAX_LIVES = 400  # a seed that needs more is not getting anywhere
+
+
+class SimRuntime(Runtime):
+    """The engine's seam to the world, with the seed's clock and dice. `SimLoop` runs the threads."""
+
+    def __init__(self, clock: SimClock, rng: Random) -> None:
+        super().__init__()
+        self._clock = clock
+        self._rng = rng
+
+    def wall_us(self) -> int:
+        """What the machine believes the time is."""
+        return self._clock.wall_us()
+
+    def entropy(self, count: int) -> bytes:
+        """Bytes from the seed."""
+        return self._rng.randbytes(count)
+
+
+class SimBus(Bus):
+    """The public API on the simulated clock."""
+
+    clock: SimClock
+
+    def wall_us(self) -> int:  # type: ignore[override]
+        """What the machine believes the time is."""
+        return self.clock.wall_us()
+
+
+class World:
+    """One seed."""
+
+    def __init__(self, plan: Plan, verbose: Callable[[str], None] | None = None) -> None:
+        self.plan = plan
+        self.rng = Random(plan.seed)
+        self.loop = SimLoop(0)
+        self.clock = SimClock(self.loop, EPOCH_US)
+        self.disk = SimDisk(Random(plan.seed + 1), self.clock)
+        self.oracle = Oracle(plan.topics, self._halt)
+        self.oracle.verbose = verbose
+        self.oracle.now = lambda: self.loop.time()
+        self.watches = {g.name: GroupWatch(g, self.oracle) for g in plan.groups if g.mode == "queue"}
+        self.cursors = {g.name: CursorWatch(g, self.oracle) for g in plan.groups if g.mode == "log"}
+        self.life = 0
+        self.crashes = 0
+        self.pause_s = 0.01
+        self.dead_writer = False
+        self.bus: SimBus
+        self.engine: EmbeddedEngine
+        self.doubtful: list[Sent] = []
+        self.tokens: list[Sent] = []
+        self.delayed: list[Sent] = []
+        self.audit: dict[str, str] = {}
+        self.checks = Checks(self)
+        self._stray: str | None = None
+
+    def _halt(self, error: BaseException) -> None:
+        self.loop.halt(error)
+
+    def plan_extra(self, name: str) -> None:
+        """A topic was made on the way; nothing is published to it."""
+
+    def runtime(self) -> SimRuntime:
+        """Threads, clock and dice for one engine."""
+        return SimRuntime(self.clock, self.rng)
+
+    # -- the whole seed ------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Live and die until enough has happened, then let everything come to rest and look."""
+        while self.oracle.steps < self.plan.operations or self.crashes < self.plan.crashes:
+            if self.life >= MAX_LIVES:
+                self.oracle.fail("stuck", f"{self.life} lives, and only {self.oracle.steps} operations")
+            self._one_life(Ending.draw(self.rng))
+        self._one_life(Ending("rest"))
+
+    def _one_life(self, ending: Ending) -> None:
+        self.life += 1
+        now = self.loop.time()
+        self.loop = SimLoop(Random(self.rng.random()), start_s=now)
+        self.loop.set_exception_handler(self._stray_error)
+        self.clock.loop = self.loop
+        self.disk.on_power_off = self.loop.halt
+        self.oracle.note("life", f"{self.life} {ending.kind}")
+        self.dead_writer = False
+        for watch in self.watches.values():
+            watch.began(self.life)
+        for cursors in self.cursors.values():
+            cursors.began()
+        troubles = Troubles(self, ending)
+        crashed = False
+        try:
+            self.loop.run_until_complete(self._live(troubles))
+        except SimCrash:
+            crashed = True
+        except (SimDeadlock, SimStepLimit) as error:
+            raise Finding("stuck", str(error)) from error
+        except Finding:
+            self.disk.power_off()
+            kill(self.loop)
+            raise
+        if self._stray is not None:
+            raise Finding("stray-error", self._stray)
+        self._end(troubles, crashed)
+
+    def _stray_error(self, loop: Any, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if isinstance(error, Finding | SimCrash | BusClosed) or self._stray is not None:
+            return
+        self._stray = f"{context.get('message')}: {error!r}"
+        self.loop.halt(Finding("stray-error", self._stray))
+
+    def _end(self, troubles: Troubles, crashed: bool) -> None:
+        if crashed:
+            self.crashes += 1
+        self.disk = troubles.next_disk(crashed)
+        kill(self.loop)
+        self.disk.clock = self.clock
+        if crashed:
+            self.oracle.crashed()
+            for watch in self.watches.values():
+                watch.crashed()
+
+    # -- one life ------------------------------------------------------------------------------
+
+    async def _live(self, troubles: Troubles) -> None:
+        troubles.before_open()
+        settings = self.plan.settings
+        self.engine = EmbeddedEngine(self.disk, settings, self.runtime())
+        self.bus = SimBus(self.engine, settings, Identity(), self.engine.capabilities)
+        self.bus.clock = self.clock
+        try:
+            await self.bus.open()
+        except Exception as error:
+            if not troubles.may_fail_to_open(error):
+                self.oracle.fail("recovery", f"the folder does not open: {type(error).__name__}: {error}")
+            self.oracle.note("open failed", type(error).__name__)
+            return
+        await self.checks.after_recovery()
+        self.doubtful += [s for s in self.checks.newly_absent if s.token and s.status == ABSENT]
+        for topic, partitions in self.plan.topics.items():
+            if topic not in self.engine.state.topics:
+                await self.bus.topics.create(topic, partitions=partitions)
+        if troubles.ending.kind == "rest":
+            await self.checks.at_rest()
+            await self.bus.close()
+            return
+        tasks = [asyncio.ensure_future(self._guard(actor.run())) for actor in self._actors()]
+        await troubles.run()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await troubles.close()
+
+    def _actors(self) -> list[Any]:
+        draw = lambda: Random(self.rng.random())  # noqa: E731
+        actors: list[Any] = [Producer(self, draw(), number) for number in range(6)]
+        for group in self.plan.groups:
+            for number in range(group.members):
+                kind = Consumer if group.mode == "queue" else Reader
+                actors.append(kind(self, draw(), group, number))
+        actors += [Operator(self, draw()), Follower(self, draw())]
+        return actors
+
+    async def _guard(self, work: Any) -> None:
+        """An error that the workload does not expect is a finding."""
+        try:
+            await work
+        except (asyncio.CancelledError, Finding):
+            raise
+        except Exception as error:
+            self.oracle.fail("unexpected-error", f"{type(error).__name__}: {error}")

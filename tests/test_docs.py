@@ -1,0 +1,233 @@
+"""Documents that cannot lie: their programs run, their tables match the code, their links lead somewhere."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import contextlib
+import doctest
+import importlib
+import io
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import penstock
+from penstock.model import errors
+
+ROOT = Path(penstock.__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted((DOCS / "guide").glob("*.md"))]
+EVERY_PAGE = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
+DEADLINE_S = 60
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+# Written by hand and read by people: blocks that need another machine's services say so with this word.
+SKETCH = "# sketch"
+
+
+class Block(NamedTuple):
+    """A program in a document, and what the document says it prints."""
+
+    kind: str
+    code: str
+    expected: str | None
+    line: int
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text()
+    found = list(FENCE.finditer(text))
+    blocks = []
+    for number, match in enumerate(found):
+        after = found[number + 1] if number + 1 < len(found) else None
+        follows = after is not None and not text[match.end() : after.start()].strip()
+        expected = after[2] if follows and after[1] == "text" else None
+        blocks.append(Block(match[1], match[2], expected, text[: match.start()].count("\n") + 2))
+    return blocks
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def is_fragment(code: str) -> bool:
+    """Whether a block goes on where the page is: a program of its own begins with its imports."""
+    return not re.search(r"^(import|from) .*penstock", code, re.MULTILINE)
+
+
+def environment(folder: Path) -> dict[str, str]:
+    clean = {name: text for name, text in os.environ.items() if not name.startswith("PENSTOCK_")}
+    return clean | {"PYTHONPATH": str(ROOT), "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
+
+
+def run_program(words: list[str], folder: Path) -> str:
+    done = subprocess.run(
+        words, cwd=folder, env=environment(folder), capture_output=True, text=True,
+        timeout=DEADLINE_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+async def run_fragment(code: str, space: dict[str, object], page: Path, line: int) -> str:
+    flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    compiled = compile("\n" * (line - 1) + code, str(page), "exec", flags, dont_inherit=True)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        waiting = eval(compiled, space)  # the documents are ours
+        if waiting is not None:
+            await waiting
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+async def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
+    """Row Y13: every Python block of README and the guide runs and prints what the page says."""
+    blocks = [each for each in blocks_of(page) if each.kind == "python" and SKETCH not in each.code]
+    async with penstock.connect(tmp_path / "bus") as bus:
+        space = {"__name__": "page", "asyncio": asyncio, "penstock": penstock, "bus": bus}
+        for block in blocks:
+            if is_fragment(block.code):
+                printed = await run_fragment(block.code, space, page, block.line)
+            else:
+                words = [sys.executable, "-W", "error", "-c", block.code]
+                printed = await asyncio.to_thread(run_program, words, tmp_path)
+            if block.expected is not None:
+                assert printed == block.expected, f"{page.name}:{block.line}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_bash_blocks_run(page: Path, tmp_path: Path) -> None:
+    """Bash blocks marked `# test` run through the real command."""
+    blocks = [each for each in blocks_of(page) if each.kind == "bash"]
+    shim = tmp_path / "bin" / "penstock"
+    shim.parent.mkdir()
+    shim.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m penstock.cli "$@"\n')
+    shim.chmod(0o755)
+    for block in blocks:
+        if block.code.startswith("# test\n"):
+            printed = run_program(["bash", "-euo", "pipefail", "-c", block.code], tmp_path)
+            if block.expected is not None:
+                assert printed == block.expected, f"{page.name}:{block.line}"
+
+
+def test_the_runner_notices(tmp_path: Path) -> None:
+    """The checks above can fail."""
+    page = tmp_path / "page.md"
+    page.write_text("```python\nimport penstock\n```\n\n```text\n2\n```\n\n```python\nawait bus\n```\n")
+    first, _, second = blocks_of(page)
+    assert (first.expected, second.expected) == ("2\n", None)
+    assert not is_fragment(first.code)
+    assert is_fragment(second.code)
+    with pytest.raises(AssertionError):
+        run_program([sys.executable, "-c", "raise SystemExit(1)"], tmp_path)
+
+
+def module_names() -> list[str]:
+    found = pkgutil.walk_packages(penstock.__path__, "penstock.")
+    return ["penstock", *(each.name for each in found if not each.name.endswith("__main__"))]
+
+
+# These need an optional server or package to be imported.
+NEEDS_EXTRAS = re.compile(r"penstock\.bench\.peers\.")
+
+
+@pytest.mark.parametrize("name", module_names())
+def test_doctests(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every `>>>` in every module is true."""
+    monkeypatch.chdir(tmp_path)
+    try:
+        module = importlib.import_module(name)
+    except ImportError:
+        if NEEDS_EXTRAS.match(name):
+            pytest.skip(f"{name} needs an extra that is not installed")
+        raise
+    result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert result.failed == 0
+
+
+# -- pages against code ----------------------------------------------------------------------------
+
+
+def error_classes() -> dict[str, type[penstock.PenstockError]]:
+    return {name: getattr(errors, name) for name in errors.__all__}
+
+
+def test_every_error_has_an_entry() -> None:
+    """Row Y13: docs/reference/errors.md has code, meaning and advice for each error, and no other."""
+    rows = re.findall(
+        r"^\| `(\w+)` \| `([\w.*-]+)` \| (.+?) \| (.+?) \|$",
+        (DOCS / "reference" / "errors.md").read_text(),
+        re.MULTILINE,
+    )
+    documented = {name: code for name, code, _, _ in rows}
+    assert documented == {name: kind.code for name, kind in error_classes().items()}
+    assert all(len(meaning) > 10 and len(advice) > 5 for _, _, meaning, advice in rows)
+
+
+def test_the_tree_in_the_docstring_is_the_tree() -> None:
+    """The drawing at the top of errors.py shows each class below its parent."""
+    drawn: dict[str, str | None] = {}
+    above: list[str] = []
+    for line in (errors.__doc__ or "").splitlines():
+        match = re.match(r"^    ([│├└─ ]*)(\w+)  +[a-z]", line)
+        if match:
+            depth = len(match[1]) // 4
+            above[depth:] = [match[2]]
+            drawn[match[2]] = above[depth - 1] if depth else None
+    real = {name: kind.__base__.__name__ for name, kind in error_classes().items()}
+    real["PenstockError"] = None
+    assert drawn == real
+
+
+def test_every_public_name_is_listed() -> None:
+    """docs/reference/api.md lists every name of penstock.__all__ and only those."""
+    listed = re.findall(
+        r"^\| `(\w+)`", (DOCS / "reference" / "api.md").read_text(), re.MULTILINE
+    )
+    assert sorted(listed) == sorted(set(penstock.__all__) - set(errors.__all__))
+
+
+# -- links -----------------------------------------------------------------------------------------
+
+LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
+    }
+
+
+@pytest.mark.parametrize("page", EVERY_PAGE, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for target in LINK.findall(re.sub(FENCE, "", page.read_text())):
+        if re.match(r"\w+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        goal = (page.parent / path).resolve() if path else page
+        if not goal.exists() or (anchor and anchor not in anchors(goal)):
+            broken.append(target)
+    assert not broken
+
+
+@pytest.mark.parametrize("page", EVERY_PAGE, ids=name_of)
+def test_pages_are_found(page: Path) -> None:
+    """Every document can be reached from the index or the README."""
+    if page.name in ("README.md", "index.md"):
+        return
+    entrances = (ROOT / "README.md", DOCS / "index.md")
+    reached = {
+        (entrance.parent / target.partition("#")[0]).resolve()
+        for entrance in entrances
+        for target in LINK.findall(entrance.read_text())
+    }
+    assert page.resolve() in reached

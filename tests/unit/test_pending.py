@@ -1,0 +1,95 @@
+"""Pending: turns by tenant, so that a flood costs the others one quantum and not the flood."""
+
+from __future__ import annotations
+
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.engines.pending import Pending
+
+
+
+class Job:
+    """As much of a submission as `Pending` looks at."""
+
+    def __init__(self, tenant: str, size: int) -> None:
+        self.tenant = tenant
+        self.size = size
+
+
+def fits(size: int) -> bool:
+    return True
+
+
+def fill(pending: Pending, *jobs: tuple[str, int]) -> None:
+    for tenant, size in jobs:
+        pending.add(Job(tenant, size))  # type: ignore[arg-type]
+
+
+def take(pending: Pending, budget: int = 100, quantum: int = 10, fits=fits) -> list[tuple[str, int]]:
+    return [(job.tenant, job.size) for job in pending.take(budget, quantum, fits)]
+
+
+def test_a_flood_of_one_tenant_takes_one_quantum_of_a_shared_commit() -> None:
+    pending = Pending()
+    fill(pending, *[("noisy", 5)] * 1_000, ("quiet", 5), ("calm", 5))
+    taken = take(pending)
+    assert taken.count(("noisy", 5)) == 2
+    assert ("quiet", 5) in taken
+    assert ("calm", 5) in taken
+
+
+def test_alone_a_tenant_gets_the_whole_budget() -> None:
+    pending = Pending()
+    fill(pending, *[("noisy", 5)] * 1_000)
+    assert len(take(pending)) == 20
+
+
+def test_a_submission_over_the_quantum_or_the_budget_still_goes_in_its_turn() -> None:
+    pending = Pending()
+    fill(pending, ("a", 50), ("b", 5))
+    assert take(pending) == [("a", 50), ("b", 5)]
+    fill(pending, ("a", 500))
+    assert take(pending) == [("a", 500)]
+
+
+def test_who_had_a_turn_goes_to_the_back() -> None:
+    pending = Pending()
+    fill(pending, ("a", 60), ("a", 60), ("b", 60), ("c", 60))
+    order = []
+    while pending:
+        order += [tenant for tenant, _ in take(pending)]
+    assert order == ["a", "b", "c", "a"]
+
+
+def test_what_does_not_fit_stays() -> None:
+    pending = Pending()
+    fill(pending, ("a", 5), ("a", 6))
+    assert take(pending, fits=lambda size: size <= 5) == [("a", 5)]
+    assert take(pending, fits=lambda size: False) == []
+    assert pending.bytes == 6
+    assert pending.first_size() == 6
+    assert [job.size for job in pending.drop()] == [6]
+    assert (pending.bytes, bool(pending), pending.first_size()) == (0, False, 0)
+
+
+JOBS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 30)), max_size=40)
+
+
+@given(JOBS, st.integers(1, 60), st.integers(1, 20))
+def test_everything_is_taken_once_in_order_per_tenant(jobs, budget, quantum) -> None:
+    pending = Pending()
+    fill(pending, *jobs)
+    taken, commits = [], 0
+    while pending:
+        commit = take(pending, budget, quantum)
+        assert commit, "a commit without anything in it"
+        assert sum(size for _, size in commit) <= max(budget, commit[0][1])
+        taken += commit
+        commits += 1
+        assert commits <= len(jobs)
+    assert pending.bytes == 0
+    for tenant in "abcd":
+        mine = [job for job in jobs if job[0] == tenant]
+        assert [job for job in taken if job[0] == tenant] == mine

@@ -1,0 +1,61 @@
+"""Side files: large payloads beside the journal, checked when they are put back."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.log.disk import read_file
+from penstock.log.memory_disk import MemoryDisk
+from penstock.log.side import FOLDER, attach, detach, side_path, write_side
+from penstock.model.batch import EventBatch
+from penstock.model.errors import Corrupted
+
+
+@pytest.fixture
+def disk() -> MemoryDisk:
+    made = MemoryDisk()
+    made.make_dir(FOLDER)
+    return made
+
+
+def aside(disk: MemoryDisk, payload: bytes) -> EventBatch:
+    batch = EventBatch.build("orders", [payload], keys=[b"k"], headers=[{"a": "b"}], token_base=b"t" * 16)
+    path, data = detach(batch)
+    write_side(disk, path, data)
+    batch.base_offset = 7
+    return batch
+
+
+def test_a_payload_goes_aside_and_comes_back(disk: MemoryDisk) -> None:
+    payload = b"large " * 1_000
+    batch = aside(disk, payload)
+    assert len(batch.encode()) < 400
+    assert batch.side_bytes == len(payload)
+    assert read_file(disk, side_path(b"t" * 16)) == payload
+    stored = EventBatch.decode(batch.encode())
+    whole = attach(disk, stored)
+    (event,) = list(whole)
+    assert (event.payload, event.key, dict(event.headers), event.offset) == (
+        payload, b"k", {"a": "b"}, 7
+    )  # fmt: skip
+    assert EventBatch.decode(whole.encode()).payloads() == [payload]
+    assert whole.side_bytes == 0
+
+
+def test_a_batch_without_one_is_left_alone(disk: MemoryDisk) -> None:
+    batch = EventBatch.build("orders", [b"small"])
+    assert attach(disk, batch) is batch
+
+
+@pytest.mark.parametrize("damage", ["missing", "flipped", "short", "long"])
+def test_a_damaged_side_file_is_not_served(disk: MemoryDisk, damage: str) -> None:
+    batch = aside(disk, b"payload")
+    path = side_path(b"t" * 16)
+    disk.remove(path)
+    changed = {"flipped": b"paYload", "short": b"payloa", "long": b"payload!"}.get(damage)
+    if changed is not None:
+        write_side(disk, path, changed)
+    with pytest.raises(Corrupted) as caught:
+        attach(disk, EventBatch.decode(batch.encode()))
+    assert (caught.value.path, caught.value.offset) == (path, 7)
+    assert "Restore" in caught.value.message
