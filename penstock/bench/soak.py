@@ -55,6 +55,7 @@ SETTINGS = Settings(
     sealing=Sealing(backlog_max_bytes=GIB, grace_s=5.0),
 )
 SETTLE_TIMEOUT_S = 300.0
+QUIET_S = 12.0  # housekeeping looks every 5 s: twice that without a change, and it is done
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,7 @@ class Soak:
             last = -1
             while (now := await asyncio.to_thread(disk_bytes, self._folder)) != last:
                 last = now
-                await asyncio.sleep(SETTINGS.sealing.grace_s + READING_S)
+                await asyncio.sleep(SETTINGS.sealing.grace_s + QUIET_S)
 
 
 def slope_mb_per_min(readings: Sequence[Reading]) -> float:

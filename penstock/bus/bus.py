@@ -434,6 +434,7 @@ class Bus:
             until is not None and to_offset is not None
         ):
             raise InvalidInput("give a time or an offset for each end, not both")
+        await self.ask(ask.AdmitReplay(self.identity.tenant))
         for info in await self._matching(pattern):
             for each in info.partitions:
                 if partition is not None and each.partition != partition:

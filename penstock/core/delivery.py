@@ -188,7 +188,13 @@ class QueueGroup:
 
     def again(self, lane: Lane, offset: int, now: float) -> None:
         """A dead letter comes back with a fresh budget."""
-        self._again(Run(lane, offset, 1, 0), now, 0.0)
+        run = Run(lane, offset, 1, 0)
+        if self._gate is None:
+            self._again(run, now, 0.0)
+            return
+        # Its key was let go when it was buried: it waits for its turn like any other.
+        self._entries.append(Retried(self.name, lane.topic, lane.partition, offset, 1, 0, 0))
+        self._unseen.append(run)
 
     def reset(self, lane: Lane, offset: int) -> None:
         """Read a lane from elsewhere; everything held of it is void."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from penstock.core.admission import ADMITTED
 from penstock.core.entry import (
     Audited,
     Entry,
@@ -35,6 +36,7 @@ from penstock.model.errors import (
     AlreadyExists,
     InvalidInput,
     PenstockError,
+    ReplayLimited,
     Unsupported,
     WriteOnce,
 )
@@ -58,6 +60,7 @@ class Administration:
             ask.ConfigureTopic: self._configure_topic,
             ask.DeleteTopic: self._delete_topic,
             ask.FindOffset: self._find_offset,
+            ask.AdmitReplay: self._admit_replay,
             ask.ListGroups: self._list_groups,
             ask.DescribeGroup: self._describe_group,
             ask.ResetGroup: self._reset_group,
@@ -198,6 +201,17 @@ class Administration:
         return await self._engine.runtime.read(
             log.find_time, request.topic, request.partition, request.time_us
         )
+
+    async def _admit_replay(self, request: ask.AdmitReplay) -> None:
+        now_s = self._engine.runtime.now()
+        decision = self._engine.admission.admit_replay(request.tenant, now_s)
+        if decision is not ADMITTED:
+            raise ReplayLimited(
+                f"tenant {request.tenant!r} starts replays too often (replays_per_minute); try again "
+                f"in {decision.retry_after_s:.1f} s",
+                tenant=request.tenant,
+                retry_after_s=decision.retry_after_s,
+            )
 
     # -- groups --------------------------------------------------------------------------------
 

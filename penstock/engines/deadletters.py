@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -95,6 +96,7 @@ class Graveyard:
 
     def __init__(self, engine: EmbeddedEngine) -> None:
         self._engine = engine
+        self._burials: set[asyncio.Task[None]] = set()
 
     # -- burying -------------------------------------------------------------------------------
 
@@ -102,7 +104,13 @@ class Graveyard:
         """Take a machine's doomed events and store them among the dead letters."""
         doomed, group.doomed = group.doomed, []
         for start in range(0, len(doomed), BURY_CHUNK):
-            self._engine.spawn(self._bury(group, doomed[start : start + BURY_CHUNK]))
+            task = self._engine.spawn(self._bury(group, doomed[start : start + BURY_CHUNK]))
+            self._burials.add(task)
+            task.add_done_callback(self._burials.discard)
+
+    async def settled(self) -> None:
+        """Return when everything doomed so far is buried."""
+        await asyncio.gather(*self._burials, return_exceptions=True)
 
     async def _bury(self, group: QueueGroup, doomed: Sequence[Doomed]) -> None:
         found: list[tuple[Doomed, Event]] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 from penstock.core.delivery import QueueGroup
 from penstock.core.entry import Entry, GroupSpec
@@ -235,7 +236,7 @@ class Dispatcher:
 
     def _peek_keys(self, lane: Lane, start: int, count: int) -> Sequence[bytes | None] | None:
         batches = self._at_hand(lane, start, count)
-        return None if batches is None else [key for batch in batches for key in batch.keys()]
+        return None if batches is None else list(chain.from_iterable(batch.keys() for batch in batches))
 
     def _peek_priorities(self, lane: Lane, start: int, count: int) -> Sequence[int] | None:
         batches = self._at_hand(lane, start, count)

@@ -39,8 +39,10 @@ from penstock.engines.timekeeper import SCHEDULED, Timekeeper
 from penstock.log.auditlog import AuditLog
 from penstock.log.disk import Disk, Lock, read_file, write_file
 from penstock.log.eventlog import InMemory
+from penstock.log.gather import event_bytes
 from penstock.log.journal import Journal
 from penstock.log.recovery import Recovered, open_for_writing
+from penstock.log.segment import SegmentInfo
 from penstock.log.side import detach, write_side
 from penstock.model.batch import EventBatch
 from penstock.model.errors import (
@@ -116,6 +118,10 @@ class EmbeddedEngine:
         )
         for topic, spec in self.state.topics.items():
             self._set_floors(topic, spec)
+        for tenant, size in found.tenant_bytes.items():
+            self.admission.stored(tenant, size)
+        for info in self.log.manifest.segments():
+            self.count_stored(info, 1)
         entropy = self.runtime.entropy(32)
         self.audit = await self.runtime.read(self._open_audit, entropy)
         if self.disk.exists(ROUTES):
@@ -168,8 +174,9 @@ class EmbeddedEngine:
         for group in self.dispatcher.groups.values():
             for member in list(group.members):
                 group.leave(member, self.runtime.now())
-            self.dispatcher.touched(group)
+            self.dispatcher.pump(group)
         try:
+            await self.graveyard.settled()
             await self.commits.close()
         finally:
             for log in self.groups.logs.values():
@@ -192,11 +199,12 @@ class EmbeddedEngine:
             if self._lock is not None:
                 self._lock.release()
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run something beside; a typed failure there is the engine's to report, not to die of."""
         task = asyncio.get_running_loop().create_task(self._watched(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _watched(self, work: Coroutine[Any, Any, None]) -> None:
         try:
@@ -409,6 +417,7 @@ class EmbeddedEngine:
                 self.housekeeper.side_written(batch.token_base, position)
             else:
                 self.log.remember(batch, log)
+            self.admission.stored(batch.tenant, event_bytes(batch))
             place = (batch.topic, batch.partition)
             for reader in self.groups.readers_of(batch.topic):
                 touched[id(reader)] = reader
@@ -450,6 +459,15 @@ class EmbeddedEngine:
         ):
             self._backlog_gate = None
             gate.set_result(None)
+
+    def count_stored(self, info: SegmentInfo, sign: int) -> None:
+        """Count a segment towards its tenants' storage, or, with -1, no longer.
+
+        Where tenants share a range each is charged for all of it: quotas err on the safe side.
+        """
+        for each in info.ranges:
+            for tenant in each.tenants:
+                self.admission.stored(tenant, sign * each.event_bytes)
 
     # -- audit ---------------------------------------------------------------------------------
 

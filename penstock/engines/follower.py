@@ -152,6 +152,8 @@ class FollowerEngine:
                 return [topic_info(self.state, self.log, self.settings, name) for name in names]
             case requests.DescribeTopic():
                 return topic_info(self.state, self.log, self.settings, request.topic)
+            case requests.AdmitReplay():
+                return None  # who can read the files needs no leave
             case requests.FindOffset():
                 known_topic(self.state, request.topic)
                 return self.log.find_time(request.topic, request.partition, request.time_us)

@@ -223,6 +223,7 @@ class Housekeeper:
             ids = [info.id for info in verdict.segments]
             await engine.runtime.read(self._apply, [], ids, None)
             for info in verdict.segments:
+                engine.count_stored(info, -1)
                 self._discard(info.path)
 
     # -- throwing out --------------------------------------------------------------------------

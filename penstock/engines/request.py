@@ -55,6 +55,12 @@ class FindOffset(Request, frozen=True):
     time_us: int
 
 
+class AdmitReplay(Request, frozen=True):
+    """Ask to start a replay; refused with ReplayLimited when a tenant does it too often."""
+
+    tenant: str
+
+
 class ListGroups(Request, frozen=True):
     """All consumer groups."""
 

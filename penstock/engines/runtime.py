@@ -23,6 +23,8 @@ class Runtime:
     """
 
     def __init__(self) -> None:
+        self.now: Callable[[], float] = time.monotonic
+        """Seconds on a clock that never jumps; the loop's own once an engine runs on it."""
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="penstock-writer")
         self._readers = ThreadPoolExecutor(4, thread_name_prefix="penstock-reader")
 
@@ -34,10 +36,6 @@ class Runtime:
         """Tell the time of this loop, on which the engine runs."""
         self.now = loop.time
 
-    @staticmethod
-    def now() -> float:
-        """Seconds on a clock that never jumps."""
-        return asyncio.get_running_loop().time()
 
     def entropy(self, count: int) -> bytes:
         """Random bytes."""

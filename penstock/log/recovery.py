@@ -54,6 +54,8 @@ class Recovered(NamedTuple):
     """Payloads in side files: token and the position of the entry that names it."""
     snapshot_at: int
     """Position of the snapshot the recovery began with."""
+    tenant_bytes: dict[str, int]
+    """Unsealed bytes of each tenant."""
 
 
 def check_folder(disk: Disk, *, write: bool) -> None:
@@ -110,6 +112,7 @@ class Recovery:
         self.position = min(self.fold.position, self.manifest.sealed_to)
         self._indexed = self.manifest.sealed_to
         self.side: dict[bytes, int] = {}
+        self.tenant_bytes: dict[str, int] = {}
         for topic, ends in self.fold.ends.items():
             for partition, (end, time_us) in enumerate(ends):
                 log = self.log.partition(topic, partition)
@@ -141,7 +144,7 @@ class Recovery:
             raise self._hole(file_name(wanted[-1]) if wanted else FOLDER, self.position)
         return Recovered(
             self.log, self.fold, self.position, self.epoch, self.torn_bytes, self.audited,
-            self.side, self.snapshot_at,
+            self.side, self.snapshot_at, self.tenant_bytes,
         )  # fmt: skip
 
     def advance(self) -> bool:
@@ -229,6 +232,8 @@ class Recovery:
                 head = BatchHead.parse(body)
                 log = self.log.partition(head.topic, head.partition)
                 log.add(head, base, frame.position, inner)
+                size = head.raw_bytes + head.side_bytes
+                self.tenant_bytes[head.tenant] = self.tenant_bytes.get(head.tenant, 0) + size
                 if head.side_bytes:
                     self.side[head.token_base] = frame.position
         if frame.position >= self.fold.position:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.bench import Sample, Window, list_cases, route
+from penstock.bench import Sample, Window, list_cases, route, soak
 from penstock.bench.case import load_cases
 from penstock.bench.cases import deliver, publish, read, recover, workload
 from penstock.model.errors import PenstockError
+from penstock.model.settings import MIB, Journal, Retention, Sealing, Settings
 
 WINDOW_S = 0.2
 FILL_EVENTS = 30_000
@@ -152,6 +153,42 @@ async def test_recover_finds_every_lease(window: Window, monkeypatch: pytest.Mon
     assert sample.mb_per_s is not None
     assert sample.mb_per_s > 0
     assert sample.extra["leases"] == LEASED_EVENTS
+
+
+async def test_soak_publishes_keeps_to_retention_and_watches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep_bytes = 8 * MIB
+    settings = Settings(
+        journal=Journal(file_bytes=4 * MIB),
+        retention=Retention(age_s=None, max_bytes=keep_bytes),
+        sealing=Sealing(backlog_max_bytes=8 * MIB, grace_s=0.0),
+    )
+    monkeypatch.setattr(soak, "SETTINGS", settings)
+    monkeypatch.setattr(soak, "KEEP_BYTES", keep_bytes)
+    monkeypatch.setattr(soak, "READING_S", 0.2)
+    monkeypatch.setattr(soak, "QUIET_S", 6.0)
+    result = await soak.soak(tmp_path / "bus", seconds=60, journal_bytes=40e6)
+    assert result["journal_bytes"] >= 40e6
+    assert result["events"] > 300_000
+    assert result["burst_per_s"] > 0
+    assert result["problem"] is None
+    assert 0 < result["kept_bytes"] <= keep_bytes
+    assert result["folder_bytes"] <= result["folder_limit_bytes"]
+    assert result["folder_bounded"]
+    assert result["readings"][-1]["rss_mb"] > 10
+
+
+def test_soak_sees_memory_that_grows() -> None:
+    steady = [soak.Reading(10.0 * at, 0, 300.0 + at % 2, 0, 0, 0) for at in range(60)]
+    leaking = [soak.Reading(10.0 * at, 0, 300.0 + at / 3, 0, 0, 0) for at in range(60)]
+    assert abs(soak.slope_mb_per_min(steady)) < soak.MAX_SLOPE_MB_PER_MIN
+    assert soak.slope_mb_per_min(leaking) == pytest.approx(2.0)
+
+
+def test_soak_forgives_the_first_two_minutes() -> None:
+    warming = [soak.Reading(10.0 * at, 0, min(300.0, 20.0 * at), 0, 0, 0) for at in range(60)]
+    assert soak.slope_mb_per_min(warming) < soak.MAX_SLOPE_MB_PER_MIN < 100
 
 
 def test_a_wrong_count_is_refused() -> None:

@@ -243,6 +243,21 @@ def test_withdrawing_what_waits_for_its_key_keeps_the_order() -> None:
     assert offsets(handed(machine, 0.0)) == [2]
 
 
+def test_a_replayed_dead_letter_waits_for_its_key() -> None:
+    machine = keyed([b"a", b"a"])
+    (held,) = handed(machine, 0.0)
+    machine.reject(*held, 0.0)
+    lane = machine.lanes["orders", 0]
+    machine.doomed.clear()
+    machine.buried(lane, 0)
+    (second,) = handed(machine, 0.0)
+    machine.again(lane, 0, 0.0)
+    assert handed(machine, 0.0) == [], "two events of a key are out"
+    machine.ack(*second, 0.0)
+    (again,) = handed(machine, 0.0)
+    assert (again[0].start, again[0].attempt) == (0, 1)
+
+
 def test_withdrawing_what_waits_by_priority() -> None:
     machine = group(0, credit=1)
     lane = machine.lanes["orders", 0]

@@ -137,9 +137,9 @@ class TestRefusals(Contract):
         """A publish to a partition the topic does not have is refused and nothing is stored."""
         await bus.topics.create(topic, partitions=2)
         for partition in (2, -1):
-            with pytest.raises(errors.InvalidInput):
+            with pytest.raises(errors.NotFound):
                 await bus.publish(topic, b"x", partition=partition)
-            with pytest.raises(errors.InvalidInput):
+            with pytest.raises(errors.NotFound):
                 await bus.publish_many(topic, [b"x", b"y"], partition=partition)
         assert await read(bus, topic) == []
 

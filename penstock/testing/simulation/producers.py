@@ -132,7 +132,7 @@ class Producer:
             sent.token = f"t{sent.number}"
         call = self.world.bus.publish(
             sent.topic, sent.payload, key=sent.key, headers=sent.headers or None,
-            idempotency_key=sent.token, deliver_at=sent.due_us / 1e6,
+            idempotency_key=sent.token, delay_s=delay_s,
         )  # fmt: skip
         await self._settle([sent], call, "publish_delayed")
 
