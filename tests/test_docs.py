@@ -19,7 +19,8 @@ from typing import NamedTuple
 import pytest
 
 import penstock
-from penstock.model import errors
+from penstock.log import frame
+from penstock.model import batch, errors
 
 ROOT = Path(penstock.__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -29,6 +30,8 @@ DEADLINE_S = 60
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # Written by hand and read by people: blocks that need another machine's services say so with this word.
 SKETCH = "# sketch"
+# Methods of Bus for engines, desks and transactions rather than for callers.
+INNER = {"ask", "draft", "draft_many", "need", "place", "wall_us"}
 
 
 class Block(NamedTuple):
@@ -120,7 +123,9 @@ def test_bash_blocks_run(page: Path, tmp_path: Path) -> None:
 def test_the_runner_notices(tmp_path: Path) -> None:
     """The checks above can fail."""
     page = tmp_path / "page.md"
-    page.write_text("```python\nimport penstock\n```\n\n```text\n2\n```\n\n```python\nawait bus\n```\n")
+    page.write_text(
+        "```python\nimport penstock\n```\n\n```text\n2\n```\n\n```python\nawait bus\n```\n"
+    )
     first, _, second = blocks_of(page)
     assert (first.expected, second.expected) == ("2\n", None)
     assert not is_fragment(first.code)
@@ -188,10 +193,21 @@ def test_the_tree_in_the_docstring_is_the_tree() -> None:
 
 def test_every_public_name_is_listed() -> None:
     """docs/reference/api.md lists every name of penstock.__all__ and only those."""
-    listed = re.findall(
-        r"^\| `(\w+)`", (DOCS / "reference" / "api.md").read_text(), re.MULTILINE
-    )
+    names, _, bus = (DOCS / "reference" / "api.md").read_text().partition("## Bus")
+    listed = re.findall(r"^\| `(\w+)`", names, re.MULTILINE)
     assert sorted(listed) == sorted(set(penstock.__all__) - set(errors.__all__))
+    public = {name for name in vars(penstock.Bus) if not name.startswith("_")} - INNER
+    assert {name for name in public if not re.search(rf"`[^`]*\b{name}\b", bus)} == set()
+
+
+def test_the_batch_page_has_the_real_sizes() -> None:
+    """The tables of docs/reference/batch.md and journal.md add up to the heads that are written."""
+    for page, size in (("batch.md", batch.HEAD.size), ("journal.md", frame.HEAD.size)):
+        rows = re.findall(
+            r"^\| ([\d, ]+) \| (?!meaning)", (DOCS / "reference" / page).read_text().partition("kind |")[0]
+            .partition("## Body")[0], re.MULTILINE,
+        )  # fmt: skip
+        assert sum(int(number) for row in rows for number in row.split(",")) == size
 
 
 # -- links -----------------------------------------------------------------------------------------

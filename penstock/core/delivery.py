@@ -215,6 +215,9 @@ class QueueGroup:
         if self._gate is not None:
             self._gate.forget(lane)
         lane.cursor = offset
+        if lane.queued and lane.cursor >= lane.end:
+            self._work.remove(lane)
+            lane.queued = False
         self._queue(lane)
 
     # -- what goes out -------------------------------------------------------------------------

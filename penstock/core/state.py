@@ -41,6 +41,10 @@ from penstock.model.errors import Corrupted
 Place = tuple[str, int]
 
 
+# What operators look at: shown when it is durable, not when it is about to be.
+DeadLetterEntry = Dead | DeadReplayed | DeadPurged
+
+
 class DeadLetter(msgspec.Struct):
     """An event that ran out of attempts or was rejected, and where its copy lies."""
 
@@ -117,7 +121,7 @@ class State:
 
     def apply_live(self, entry: AnyEntry) -> None:
         """Make one change in a running engine, whose machines already know about deliveries."""
-        if isinstance(entry, Leased | Acked | Retried | GroupPut):
+        if isinstance(entry, Leased | Acked | Retried | GroupPut | DeadLetterEntry):
             return
         if isinstance(entry, LaneSet):
             group = self.groups.get(entry.group)

@@ -378,7 +378,7 @@ class Administration:
         return {
             "commits": engine.commits.commits,
             "journal_bytes": engine.journal.written_bytes,
-            "backlog_bytes": engine.housekeeper.backlog_bytes,
+            "backlog_bytes": engine.brake.backlog_bytes,
             "segment_bytes": engine.log.manifest.total_bytes,
             "sealed_in_bytes": engine.housekeeper.bytes_in,
             "sealed_out_bytes": engine.housekeeper.bytes_out,

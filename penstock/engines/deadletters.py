@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -97,6 +98,7 @@ class Graveyard:
     def __init__(self, engine: EmbeddedEngine) -> None:
         self._engine = engine
         self._burials: set[asyncio.Task[None]] = set()
+        self._busy: set[str] = set()
 
     # -- burying -------------------------------------------------------------------------------
 
@@ -206,11 +208,23 @@ class Graveyard:
         outcome = Outcome(len(ids))
         for id in ids:
             try:
-                await self._replay(id, target_consumer, target_topic, actor, reason)
+                with self._alone(id):
+                    await self._replay(id, target_consumer, target_topic, actor, reason)
                 outcome.done += 1
             except PenstockError as error:
                 outcome.failed(id, error)
         return outcome
+
+    @contextmanager
+    def _alone(self, id: str) -> Iterator[None]:
+        """Two operators must not act on one record at once."""
+        if id in self._busy:
+            raise InvalidInput(f"{id} is being changed by somebody else; look again", id=id)
+        self._busy.add(id)
+        try:
+            yield
+        finally:
+            self._busy.discard(id)
 
     async def _replay(self, id: str, consumer: str, topic: str, actor: str, reason: str) -> None:
         letter = self.find(id)
@@ -253,9 +267,10 @@ class Graveyard:
         outcome = Outcome(len(ids))
         for id in ids:
             try:
-                letter = self.find(id)
-                audit = self._audit(actor, "dlq.purge", letter, reason, "purged")
-                await self._engine.submit([], entries=[DeadPurged(id), audit])
+                with self._alone(id):
+                    letter = self.find(id)
+                    audit = self._audit(actor, "dlq.purge", letter, reason, "purged")
+                    await self._engine.submit([], entries=[DeadPurged(id), audit])
                 outcome.done += 1
             except PenstockError as error:
                 outcome.failed(id, error)

@@ -24,7 +24,9 @@ from penstock.core.catalogue import RouteCatalogue
 from penstock.core.entry import Audited, Entry, TopicGone, TopicPut, TopicSpec
 from penstock.core.partition import partition_of, partitions_of
 from penstock.core.quota import AdmissionLimits
+from penstock.core.state import DeadLetterEntry
 from penstock.engines.administration import Administration
+from penstock.engines.brake import Brake
 from penstock.engines.commitloop import CommitLoop, Taken
 from penstock.engines.deadletters import Graveyard
 from penstock.engines.dispatcher import Dispatcher
@@ -87,7 +89,6 @@ class EmbeddedEngine:
         self._making: dict[str, asyncio.Future[None]] = {}
         self._audit_position = 0
         self._auditing = asyncio.Lock()
-        self._backlog_gate: asyncio.Future[None] | None = None
         self._open = False
 
     # -- life ----------------------------------------------------------------------------------
@@ -142,6 +143,7 @@ class EmbeddedEngine:
         self.commits = CommitLoop(
             self.journal, layout, self.dispatcher, self.runtime, self.settings, self._committed
         )
+        self.brake = Brake(self.runtime, self.settings.sealing)
         self.groups = Groups(self)
         self.timekeeper = Timekeeper(self)
         self.administration = Administration(self)
@@ -363,8 +365,8 @@ class EmbeddedEngine:
         when_taken: Callable[[list[Receipt]], list[Entry]] | None = None,
         check: Callable[[], None] | None = None,
     ) -> list[Receipt]:
-        if self._backlog_gate is not None and drafts:
-            await asyncio.shield(self._backlog_gate)
+        if drafts:
+            await self.brake.wait(size)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         submission = Submission(tenant, drafts, partitions, size, future)
         if entries:
@@ -430,7 +432,12 @@ class EmbeddedEngine:
                 self.dispatcher.pump(reader)
         self.dispatcher.deliver(taken.leases)
         if taken.commit.roll is not None:
-            self._rolled()
+            self.brake.backlog_bytes += self.settings.journal.file_bytes
+            self.housekeeper.wake()
+        for submission in taken.submissions:
+            for entry in submission.written:
+                if isinstance(entry, DeadLetterEntry):
+                    self.state.apply(entry)
         audited = [
             _audit_entry(entry, submission.position + number)
             for submission in taken.submissions
@@ -442,23 +449,6 @@ class EmbeddedEngine:
             self.spawn(self._append_audit(audited, taken.commit.end))
         elif not self._auditing.locked():
             self._audit_position = taken.commit.end
-
-    def _rolled(self) -> None:
-        self.housekeeper.wake()
-        sealing = self.settings.sealing
-        behind = sealing.enabled and self.housekeeper.backlog_bytes > sealing.backlog_max_bytes
-        if behind and self._backlog_gate is None:
-            self._backlog_gate = asyncio.get_running_loop().create_future()
-
-    def backlog_changed(self) -> None:
-        """Sealing made progress: let publishers go on when it has caught up enough."""
-        gate = self._backlog_gate
-        if (
-            gate is not None
-            and self.housekeeper.backlog_bytes < self.settings.sealing.backlog_max_bytes
-        ):
-            self._backlog_gate = None
-            gate.set_result(None)
 
     def count_stored(self, info: SegmentInfo, sign: int) -> None:
         """Count a segment towards its tenants' storage, or, with -1, no longer.

@@ -42,7 +42,6 @@ class Housekeeper:
     def __init__(self, engine: EmbeddedEngine) -> None:
         self.problem: str | None = None
         """The last failure, until a round succeeds."""
-        self.backlog_bytes = 0
         self.shortage_bytes = 0
         """Bytes that retention would free if write-once allowed it: publishes are refused."""
         self.bytes_in = 0
@@ -51,6 +50,7 @@ class Housekeeper:
         self._settings = engine.settings.sealing
         self._sealer: Sealer | None = None
         self._wake = asyncio.Event()
+        self._turn = asyncio.Lock()  # `settle` may be called while `run` is at work
         self._rubbish: deque[tuple[float, str, Callable[[], None]]] = deque()
         self._side = engine.recovered.side
         self._clock = RetentionClock(engine.log.manifest.at_us)
@@ -94,6 +94,10 @@ class Housekeeper:
 
     async def round(self) -> bool:
         """One piece of work; True when there may be more."""
+        async with self._turn:
+            return await self._round()
+
+    async def _round(self) -> bool:
         busy = False
         if self._settings.enabled:
             busy = await self._seal() or await self._merge()
@@ -118,7 +122,7 @@ class Housekeeper:
             for base, end in zip(bases, ends, strict=False)
             if sealed_to <= base < end <= engine.audited_to()
         ]
-        self.backlog_bytes = sum(each.end - each.base for each in closed)
+        engine.brake.backlog_bytes = sum(each.end - each.base for each in closed)
         return closed
 
     async def _seal(self) -> bool:
@@ -132,6 +136,7 @@ class Housekeeper:
         if not chosen:
             return False
         engine = self._engine
+        began = engine.runtime.now()
         for each in chosen:
             await engine.runtime.read(self._fold, each.base, each.end)
         await self._rewrite(
@@ -139,8 +144,7 @@ class Housekeeper:
         )
         sealed_to = chosen[-1].end
         engine.log.sealed(sealed_to)
-        self.backlog_bytes -= size
-        engine.backlog_changed()
+        engine.brake.sealed(size, engine.runtime.now() - began)
         for each in chosen:
             self._discard(file_name(each.base), partial(engine.log.journal.forget, each.base))
         for token in [token for token, position in self._side.items() if position < sealed_to]:

@@ -115,6 +115,7 @@ class World:
         self.disk.on_power_off = self.loop.halt
         self.oracle.note("life", f"{self.life} {ending.kind}")
         self.dead_writer = False
+        self.pause_s = self.rng.choice((0.01, 0.03, 0.1))
         for watch in self.watches.values():
             watch.began(self.life)
         for cursors in self.cursors.values():

@@ -116,6 +116,11 @@ def cli(tmp_path: Path) -> Iterator[Cli]:
         process.communicate()
 
 
+@pytest.fixture(scope="module")
+def make_cli() -> type[Cli]:
+    return Cli
+
+
 @pytest.fixture
 def wait() -> Callable[[Callable[[], bool], str], None]:
     return until
