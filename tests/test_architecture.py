@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import sys
 import threading
@@ -93,7 +94,9 @@ async def walk(folder: Path) -> dict[str, list[str]]:
 async def test_the_document_walks_the_way_of_an_event(tmp_path: Path) -> None:
     """Row Y13: the chapters of docs/architecture.md name the files in the order of the event."""
     for chapter, order in (await walk(tmp_path / "data")).items():
-        assert stations(chapter) == walked(order), f"correct the chapter {chapter!r} of {PAGE.name}"
+        change = difflib.unified_diff(stations(chapter), walked(order), "page", "code", lineterm="")
+        text = "\n".join(change)
+        assert not text, f"correct the chapter {chapter!r} of {PAGE.name}:\n{text}"
 
 
 def test_every_package_is_introduced() -> None:

@@ -28,8 +28,6 @@ PAGES = [ROOT / "README.md", *sorted((DOCS / "guide").glob("*.md"))]
 EVERY_PAGE = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 DEADLINE_S = 60
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-# Written by hand and read by people: blocks that need another machine's services say so with this word.
-SKETCH = "# sketch"
 # Methods of Bus for engines, desks and transactions rather than for callers.
 INNER = {"ask", "draft", "draft_many", "need", "place", "wall_us"}
 
@@ -92,7 +90,7 @@ async def run_fragment(code: str, space: dict[str, object], page: Path, line: in
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 async def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     """Row Y13: every Python block of README and the guide runs and prints what the page says."""
-    blocks = [each for each in blocks_of(page) if each.kind == "python" and SKETCH not in each.code]
+    blocks = [each for each in blocks_of(page) if each.kind == "python"]
     async with penstock.connect(tmp_path / "bus") as bus:
         space = {"__name__": "page", "asyncio": asyncio, "penstock": penstock, "bus": bus}
         for block in blocks:
@@ -200,14 +198,16 @@ def test_every_public_name_is_listed() -> None:
     assert {name for name in public if not re.search(rf"`[^`]*\b{name}\b", bus)} == set()
 
 
-def test_the_batch_page_has_the_real_sizes() -> None:
-    """The tables of docs/reference/batch.md and journal.md add up to the heads that are written."""
-    for page, size in (("batch.md", batch.HEAD.size), ("journal.md", frame.HEAD.size)):
-        rows = re.findall(
-            r"^\| ([\d, ]+) \| (?!meaning)", (DOCS / "reference" / page).read_text().partition("kind |")[0]
-            .partition("## Body")[0], re.MULTILINE,
-        )  # fmt: skip
-        assert sum(int(number) for row in rows for number in row.split(",")) == size
+@pytest.mark.parametrize(
+    ("page", "size"), [("batch.md", batch.HEAD.size), ("journal.md", frame.HEAD.size)]
+)
+def test_head_tables_add_up(page: str, size: int) -> None:
+    """The fields that the format pages list take as many bytes as the heads that are written."""
+    text = (DOCS / "reference" / page).read_text()
+    table = text.partition("| bytes | field |")[2].partition("\n\n")[0]
+    widths = re.findall(r"^\| ([\d, ]+) \|", table, re.MULTILINE)
+    assert sum(int(width) for row in widths for width in row.split(",")) == size
+    assert f"{size} bytes" in text
 
 
 # -- links -----------------------------------------------------------------------------------------

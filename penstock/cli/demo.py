@@ -17,7 +17,7 @@ from penstock.cli import exits, output
 from penstock.cli.invocation import DEFAULT_URL, Invocation, folder_of, leaf
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from rich.table import Table
 
@@ -87,7 +87,8 @@ async def _run(invocation: Invocation, seconds: float, rate: float) -> dict[str,
             finally:
                 timer.cancel()
                 watching.cancel()
-                await asyncio.gather(watching, return_exceptions=True)
+                with contextlib.suppress(asyncio.CancelledError):
+                    await watching
                 await shop.close()
         return {"url": url, "seconds": round(took_s, 1), "balanced": balanced, **_totals(shop)}
 
@@ -104,7 +105,7 @@ def _demo_settings(settings: Settings) -> Settings:
 
 
 @contextlib.contextmanager
-def _stopped_by_signal(shop: Shop) -> Any:
+def _stopped_by_signal(shop: Shop) -> Iterator[None]:
     """The first Ctrl-C stops the producers and lets the rest finish; the second one ends it all."""
     loop = asyncio.get_running_loop()
 

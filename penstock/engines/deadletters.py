@@ -256,7 +256,8 @@ class Graveyard:
             assert group is not None
             assert lane is not None
             group.again(lane, letter.offset, self._engine.runtime.now())
-            return [DeadReplayed(id), audit]
+            # Its return to the group goes into the same entry: a crash between two would lose it.
+            return [*group.drain(), DeadReplayed(id), audit]
 
         await self._engine.submit([], when_taken=entries)
         self._engine.dispatcher.touched(group)
@@ -306,6 +307,8 @@ class Graveyard:
             return [dead, audit]
 
         await self._engine.submit([draft], when_taken=entries)
+        if group is not None:
+            self._engine.dispatcher.touched(group)  # its key may go on
         return self.find(letter_id)
 
     async def _event_of(self, id: str, topic: str, payload: bytes | None) -> Event:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -16,6 +17,8 @@ from penstock.engines.embedded import EmbeddedEngine
 
 BY: dict[str, Any] = {"actor": "ann", "reason": "tested"}
 NOW = penstock.Retry((0,), 2)  # a retry at once, then dead
+# What no compressor makes smaller, in events that stay in the journal.
+FILLER = [random.Random(n).randbytes(8_000) for n in range(40)]
 
 
 @contextlib.asynccontextmanager
@@ -63,7 +66,7 @@ async def sealed(bus: penstock.Bus, topic: str = "filler.topic") -> None:
     """Fill the journal file up, and let everything in it be sealed."""
     before = engine(bus).journal.base
     while engine(bus).journal.base == before:
-        await bus.publish(topic, b"x" * 400_000)
+        await bus.publish_many(topic, FILLER)
     at = engine(bus).journal.base
 
     async def done() -> bool:
@@ -226,7 +229,8 @@ async def test_resets_and_deletions_of_a_group_may_race(tmp_path, small) -> None
             results = await asyncio.gather(
                 bus.groups.delete("g"), bus.groups.reset("g", "earliest"), return_exceptions=True
             )
-            assert all(isinstance(each, penstock.PenstockError | None.__class__) or each for each in results)
+            failures = [each for each in results if isinstance(each, BaseException)]
+            assert all(isinstance(each, penstock.PenstockError) for each in failures)
             await asyncio.wait_for(bus.publish("orders", b"b"), 5)
     async with opened(tmp_path, small) as bus:
         assert len(await read(bus, "orders")) == 4
@@ -246,13 +250,13 @@ async def give_up(bus: penstock.Bus, topic: str, count: int, group: str = "g") -
 async def test_dead_letters_lie_on_a_topic_of_their_tenant(tmp_path, small) -> None:
     async with opened(tmp_path, small) as bus:
         for tenant in ("acme", "globex"):
-            await give_up(bus, f"orders.created.v1.{tenant}", 2)
+            await give_up(bus, f"orders.created.v1.{tenant}", 2, f"g-{tenant}")
         for tenant in ("acme", "globex"):
             events = [event async for event in bus.replay(f"_dlq.{tenant}")]
             assert sorted(event.payload for event in events) == [b"0", b"1"]
             headers = dict(events[0].headers)
             assert headers["penstock-topic"] == f"orders.created.v1.{tenant}"
-            assert headers["penstock-consumer"] == "g"
+            assert headers["penstock-consumer"] == f"g-{tenant}"
             assert headers["penstock-attempts"] == "2"
         assert len(await bus.dead_letters.list(tenant="acme")) == 2
 
@@ -457,7 +461,7 @@ async def test_a_transaction_moves_events_acks_and_cursors_together(tmp_path, sm
         assert await read(bus, "out") == [b"yes"]
         assert [e.payload for e in await drain(bus, "in", "q")] == [b"1"]
         (lane,) = (await bus.groups.info("l")).lanes
-        assert lane.cursor == 2
+        assert lane.cursor == 1
 
 
 # -- reading across boundaries --------------------------------------------------------------------
@@ -563,8 +567,6 @@ def test_retention_by_age_and_what_is_told_afterwards(world) -> None:
 async def test_retention_by_size_keeps_the_newest(tmp_path, small) -> None:
     async with opened(tmp_path, small, sealing__target_segment_bytes=1 << 16) as bus:
         await bus.topics.create("orders", retention_bytes=200_000)
-        import random
-
         dice = random.Random(1)
         for _ in range(6):
             for _ in range(8):
@@ -598,8 +600,6 @@ async def test_write_once_refuses_and_audits_every_attempt(tmp_path, small) -> N
         assert await read(bus, "ledger") == [b"entry"]
     async with opened(tmp_path, small) as bus:
         assert len(await bus.audit.query(operation="topic.delete")) == 1
-        (letter,) = await give_up(bus, "ledger", 0) or [None] if False else [None]
-        assert letter is None
         assert await read(bus, "ledger") == [b"entry"]
 
 

@@ -74,6 +74,8 @@ class Checks:
             for group in world.plan.groups
             if group.mode == "queue"
         ]
+        # The clock may have been set back on the way: let everything that is delayed come due.
+        world.clock.jump(86_400.0)
         started = self.oracle.now()
         while waiting := await self._waiting():
             if self.oracle.now() - started > REST_S:

@@ -137,7 +137,8 @@ class GroupWatch:
             if held.life == self.life and held.open and now < held.earliest:
                 self._fail("key-order", at, f"{offset} of the same key is in flight")
             if offset < at[2] and not track.revived and not held.track.revived:
-                if held.track.attempt < self.group.retry.max_attempts:
+                # Each crash may have cost an attempt that was leased and never handed out.
+                if held.track.attempt + self.life - held.life < self.group.retry.max_attempts:
                     self._fail("key-order", at, f"{offset} of the same key is not settled")
         if not track.count and not track.revived and at[2] < self._firsts.get(slot, -1):
             self._fail("key-order", at, f"{self._firsts[slot]} of the same key came first")
@@ -247,6 +248,8 @@ class GroupWatch:
         """An operator takes an event away: whoever holds it may find that it no longer counts."""
         track = self.tracks[at]
         track.revived = True
+        if track.key is not None:
+            self._flying.get((at[0], at[1], track.key), {}).pop(at[2], None)
         self.touched.add(at)
 
     def unsettled(self) -> Iterator[At]:

@@ -97,6 +97,7 @@ class Troubles:
     async def _failed_sync(self) -> None:
         """An fsync fails: the writer must never accept anything again."""
         world = self.world
+        world.sync_fails = True
         world.disk.faults = replace(world.disk.faults, failed_sync=1.0)
         for _ in range(1_000):
             await asyncio.sleep(0.02)

@@ -177,6 +177,8 @@ class Producer:
             self.oracle.settle(sents, REFUSED)
             result = error.code
         except WriterFailed as error:
+            if not self.world.sync_fails:
+                self.oracle.fail("writer-died", f"without a failed fsync: {error}")
             self.oracle.settle(sents, UNKNOWN)
             result = error.code
         else:

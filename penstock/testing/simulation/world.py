@@ -77,6 +77,8 @@ class World:
         self.crashes = 0
         self.pause_s = 0.01
         self.dead_writer = False
+        """An fsync failed in this life: nothing may be accepted any more."""
+        self.sync_fails = False
         self.bus: SimBus
         self.engine: EmbeddedEngine
         self.doubtful: list[Sent] = []
@@ -114,7 +116,7 @@ class World:
         self.clock.loop = self.loop
         self.disk.on_power_off = self.loop.halt
         self.oracle.note("life", f"{self.life} {ending.kind}")
-        self.dead_writer = False
+        self.dead_writer = self.sync_fails = False
         self.pause_s = self.rng.choice((0.01, 0.03, 0.1))
         for watch in self.watches.values():
             watch.began(self.life)
