@@ -498,7 +498,8 @@ class Bus:
                 headers=labelled,
                 ttl_s=timeout_s if "ttl" in self.capabilities else None,
             )
-            event = await asyncio.wait_for(answer, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                event = await answer
         except TimeoutError:
             raise RequestTimedOut(
                 f"nobody answered the request on {topic!r} within {timeout_s} s. Is a handler "

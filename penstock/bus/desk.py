@@ -163,10 +163,12 @@ class DeadLetters(Desk):
         reason: str,
     ) -> Any:
         """Quarantine a message by hand: an event of the log by its id, or a payload given here."""
+        self._bus.need("dead-letter-replay")
         return await self._bus.ask(ask.Quarantine(id, consumer, topic, actor, reason, payload))
 
     async def purge(self, ids: Sequence[str], *, actor: str, reason: str, confirm: str) -> Any:
         """Take dead letters out of the view, with confirm="PURGE"; the log keeps the events."""
+        self._bus.need("dead-letter-replay")
         return await self._bus.ask(ask.PurgeDead([*ids], actor, reason, confirm))
 
 

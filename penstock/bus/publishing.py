@@ -165,7 +165,13 @@ class Drafting:
                     f"header {name!r} is {type(text).__name__}, not text; headers map str to str",
                     header=repr(name),
                 )
-            size += len(name) + len(text)
+            try:
+                size += len(name.encode()) + len(text.encode())
+            except UnicodeEncodeError:
+                raise InvalidHeaders(
+                    f"header {name!r} holds half a character (a lone surrogate); headers are UTF-8",
+                    header=repr(name),
+                ) from None
         if len(headers) > self._limits.max_headers or size > self._limits.max_headers_bytes:
             raise InvalidHeaders(
                 f"{len(headers)} headers of {size} bytes are over the limit of "

@@ -118,7 +118,8 @@ class Subscription:
         if event is not None:
             return event
         try:
-            return await asyncio.wait_for(anext(self), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await anext(self)
         except TimeoutError:
             return None
 

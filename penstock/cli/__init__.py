@@ -13,6 +13,10 @@ __all__ = ["main"]
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run `penstock` with the given words, or those of the process, and end with its exit code."""
-    from penstock.cli.app import run
+    try:
+        from penstock.cli.app import run
 
-    sys.exit(run(sys.argv[1:] if argv is None else list(argv)))
+        code = run(sys.argv[1:] if argv is None else list(argv))
+    except KeyboardInterrupt:  # before or after the command itself, which handles its own
+        code = 130
+    sys.exit(code)

@@ -31,6 +31,9 @@ from penstock.core.ledger import Ledger
 
 # Largest run under one lease: big enough that leases are rare, small enough to share among members.
 MAX_LEASE_EVENTS = 1_024
+# What an entry may take in the journal: three names of 128 bytes and some numbers; and a run of acks.
+ENTRY_BYTES = 512
+RUN_BYTES = 20
 
 Peek = Callable[[Lane, int, int], Sequence[bytes | None] | Sequence[int] | None]
 
@@ -245,6 +248,11 @@ class QueueGroup:
     def has_news(self) -> bool:
         """Whether `drain` would return anything."""
         return bool(self._entries or self._dirty)
+
+    def news_bytes(self) -> int:
+        """An upper bound on the size of what `drain` would return, encoded."""
+        runs = sum(len(lease.dirty) for lease in self._dirty.values())
+        return ENTRY_BYTES * (len(self._entries) + len(self._dirty)) + RUN_BYTES * runs
 
     def next_due(self) -> float | None:
         """When `dispatch` should be called even if nothing happens."""

@@ -7,8 +7,9 @@ and one fdatasync pays for everything that arrived meanwhile.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from penstock.core.entry import Entry, encode_entries
@@ -40,14 +41,20 @@ class Source(Protocol):
         """Whether `drain` would return anything."""
         ...
 
+    def news_bytes(self) -> int:
+        """An upper bound on what `drain` would return takes in the journal."""
+        ...
+
 
 class Taken:
     """One commit and what to do when it is durable."""
 
-    __slots__ = ("commit", "leases", "placed", "submissions")
+    __slots__ = ("commit", "drained", "leases", "placed", "submissions")
 
     def __init__(self, commit: Commit) -> None:
         self.commit = commit
+        self.drained = True
+        """Whether everything settled so far is in it; not when there was no room."""
         self.submissions: list[Submission] = []
         self.placed: list[Placed] = []
         self.leases: list[Lease] = []
@@ -138,7 +145,8 @@ class CommitLoop:
     async def close(self) -> None:
         """Commit what waits, then stop."""
         if self._task is not None and self.failed is None:
-            await self.flush()
+            with contextlib.suppress(DiskFull):  # what was settled last is delivered again
+                await self.flush()
         self._closing = True
         self._wake.set()
         for task in (self._task, self._syncer):
@@ -161,6 +169,9 @@ class CommitLoop:
                         break
         except PenstockError as error:
             self._stop(error)
+        except Exception as error:
+            self._stop(WriterFailed(f"the commit loop failed: {error!r}. Open the folder again"))
+            raise
 
     async def _step(self) -> bool:
         """One commit; False when there is no room for what waits."""
@@ -168,8 +179,10 @@ class CommitLoop:
         taken, flushes = self._take(), self._flushes
         self._flushes = []
         if not taken.commit.entries:  # nothing to write: no work, no room, or only duplicates
+            if taken.leases:
+                self._committed(taken)
             self._answer(taken.submissions)
-            self._resolve(flushes)
+            self._resolve(flushes, None if taken.drained else self._full)
             return bool(taken.submissions)
         self._journal.place(taken.commit)
         mode = self._settings.durability.fsync
@@ -187,7 +200,7 @@ class CommitLoop:
         self.commits += 1
         self._committed(taken)
         self._answer(taken.submissions)
-        self._resolve(flushes)
+        self._resolve(flushes, None if taken.drained else self._full)
         self._give_room()
         return True
 
@@ -198,7 +211,7 @@ class CommitLoop:
 
     async def _find_room(self) -> None:
         """Have a spare journal file ready, or know that the disk is full."""
-        wanted = self._journal.spare_wanted(self._pending.first_size() + CONTROL_ROOM_BYTES)
+        wanted = self._journal.spare_wanted(self._first_bytes())
         if not wanted or self._runtime.now() < self._full_until:
             return
         try:
@@ -209,41 +222,50 @@ class CommitLoop:
             self._full_until = self._runtime.now() + FULL_RETRY_S
             asyncio.get_running_loop().call_later(FULL_RETRY_S, self._wake.set)
 
+    def _first_bytes(self) -> int:
+        """Room that the next commit needs at the least."""
+        return self._pending.first_size() + max(CONTROL_ROOM_BYTES, self._source.news_bytes())
+
     def _take(self) -> Taken:
         now_us = self._runtime.wall_us()
-        commit = self._journal.begin(now_us, self._pending.first_size() + CONTROL_ROOM_BYTES)
+        commit = self._journal.begin(now_us, self._first_bytes())
         taken = Taken(commit)
-        if self._source.has_news() and self._journal.fits(
-            commit, CONTROL_ROOM_BYTES // 4, reserve=True
-        ):
+        if self._source.has_news():
+            taken.drained = self._journal.fits(commit, self._source.news_bytes(), reserve=True)
+        if taken.drained and self._source.has_news():
             entries, taken.leases = self._source.drain()
             if entries:
                 commit.add(CONTROL, [encode_entries(entries)])
         if self._pending:
             before = len(commit)
+            # Without room for what was settled there is none for new events either.
             chosen = self._pending.take(
                 self._settings.journal.commit_max_bytes,
                 self._settings.journal.tenant_quantum_bytes,
-                lambda size: self._journal.fits(commit, size + frame_bytes(0)),
+                lambda size: taken.drained and self._journal.fits(commit, size + frame_bytes(0)),
             )
             if not chosen and len(commit) == before and self._full is not None:
                 self._fail(self._pending.drop(), self._full)
                 self._give_room()
             taken.submissions = chosen
-            taken.placed = self._layout.lay(self._checked(chosen), commit, now_us)
+            try:
+                taken.placed = self._layout.lay(self._checked(chosen), commit, now_us)
+            except Exception as error:
+                # Some have their offsets already: nothing after them can be true any more.
+                self._fail(chosen, WriterFailed(f"a commit could not be laid out: {error!r}"))
+                raise
         return taken
 
-    def _checked(self, submissions: list[Submission]) -> list[Submission]:
-        """Leave out transactions that lost their leases while they waited."""
-        passed: list[Submission] = []
+    def _checked(self, submissions: list[Submission]) -> Iterator[Submission]:
+        """Leave out transactions that lost their leases: while they waited, or to one before them."""
         for submission in submissions:
             try:
                 if submission.check is not None:
                     submission.check()
-                passed.append(submission)
             except PenstockError as error:
                 self._fail([submission], error)
-        return passed
+            else:
+                yield submission
 
     def _give_room(self) -> None:
         while self._room and self._pending.bytes <= self._settings.journal.pending_max_bytes:
@@ -274,9 +296,11 @@ class CommitLoop:
                 submission.future.set_result(submission.receipts)
 
     @staticmethod
-    def _resolve(flushes: list[asyncio.Future[None]]) -> None:
+    def _resolve(flushes: list[asyncio.Future[None]], full: DiskFull | None = None) -> None:
         for done in flushes:
-            if not done.done():
+            if not done.done() and full is not None:
+                done.set_exception(full)
+            elif not done.done():
                 done.set_result(None)
 
     @staticmethod

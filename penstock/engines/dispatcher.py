@@ -146,6 +146,10 @@ class Dispatcher:
         """Whether the machines have entries to write."""
         return bool(self._news)
 
+    def news_bytes(self) -> int:
+        """An upper bound on what `drain` would return takes in the journal."""
+        return sum(group.news_bytes() for group in self._news.values())
+
     def drain(self) -> tuple[list[Entry], list[Lease]]:
         """Entries of all machines, and the leases that go out once they are durable."""
         entries: list[Entry] = []

@@ -82,7 +82,8 @@ class Housekeeper:
                 self.problem, busy = str(error), False
             if not busy:
                 try:
-                    await asyncio.wait_for(self._wake.wait(), self._pause_s())
+                    async with asyncio.timeout(self._pause_s()):
+                        await self._wake.wait()
                     self._wake.clear()
                 except TimeoutError:
                     continue

@@ -6,7 +6,7 @@ of the same topic that arrived meanwhile become one batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from penstock.log.journal import Commit
 from penstock.log.snapshot import PARTITION_SHIFT, Fold
 from penstock.model.batch import EventBatch
 from penstock.model.compressor import compressors, worth_compressing
+from penstock.model.errors import PenstockError
 from penstock.model.event import Receipt
 from penstock.model.settings import Media
 from penstock.model.token import TokenSource, token_at
@@ -58,6 +59,7 @@ class Layout:
         self._fold = fold
         self._tokens = tokens
         self._media = media
+        compressors.get(media.compressor)  # one that is missing shows now, not in a commit
         self._merging: dict[tuple[str, int, str, str], list[Submission]] = {}
         self._now_us = 0
 
@@ -82,7 +84,7 @@ class Layout:
         if worth_compressing(body, compressors.get(name)):
             batch.compressor = name
 
-    def lay(self, submissions: Sequence[Submission], commit: Commit, now_us: int) -> list[Placed]:
+    def lay(self, submissions: Iterable[Submission], commit: Commit, now_us: int) -> list[Placed]:
         """Place all submissions of a commit."""
         self._now_us = now_us
         placed: list[Placed] = []
@@ -137,7 +139,13 @@ class Layout:
                 bodies.append((BATCH, batch.encode_parts()))
         entries = list(submission.entries)
         if submission.when_taken is not None:
-            entries += submission.when_taken(submission.receipts)
+            try:
+                entries += submission.when_taken(submission.receipts)
+            except PenstockError as error:
+                if laid:
+                    raise  # its events have their offsets
+                submission.future.set_exception(error)
+                return
         for entry in entries:
             self._fold.state.apply_live(entry)  # type: ignore[arg-type]
         submission.written = entries

@@ -49,7 +49,8 @@ class Timekeeper:
             if due_us is not None:
                 wait_s = min(wait_s, max(0.0, (due_us - self._engine.runtime.wall_us()) / 1e6))
             try:
-                await asyncio.wait_for(self._changed.wait(), wait_s if due_us is not None else None)
+                async with asyncio.timeout(wait_s if due_us is not None else None):
+                    await self._changed.wait()
             except TimeoutError:
                 continue
             self._changed.clear()

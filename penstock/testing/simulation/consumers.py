@@ -16,7 +16,7 @@ from penstock.model.errors import (
     Rejected,
     WriterFailed,
 )
-from penstock.testing.simulation.deliveries import ACKED, DEAD, OPEN, GroupWatch, Held
+from penstock.testing.simulation.deliveries import ACKED, DEAD, MAYBE, OPEN, GroupWatch, Held
 from penstock.testing.simulation.oracle import ABSENT, STORED, Deal
 
 if TYPE_CHECKING:
@@ -162,12 +162,12 @@ class Consumer:
                 tx.publish(topic, sent.payload)
                 self.oracle.deals.append(deal)
                 for each in deal.acks:
-                    each.track.state = "maybe"
+                    each.track.state = MAYBE
         except DeliveryError as error:
             deal.status = ABSENT
             self.oracle.settle(deal.sent, "refused")
             for each in deal.acks:
-                if each.track.state == "maybe":
+                if each.track.state == MAYBE:
                     each.track.state = OPEN
             self.oracle.note("tx refused", f"{held.at} {error.code}")
             return
@@ -175,12 +175,13 @@ class Consumer:
             deal.status = ABSENT
             self.oracle.settle(deal.sent, "refused")
             for each in deal.acks:
-                if each.track.state == "maybe":
+                if each.track.state == MAYBE:
                     each.track.state = OPEN
             return
         except WriterFailed:
             deal.status = "unknown"
             self.oracle.settle(deal.sent, "unknown")
+            self.watch.returned(deal.acks)
             return
         deal.status = STORED
         self.oracle.stored(deal.sent, tx.receipts[0])

@@ -23,6 +23,7 @@ ACK_WINDOW_S = 10.0
 GRAIN_S = 1e-6
 
 OPEN, ACKED, DEAD = "open", "acked", "dead"
+MAYBE = "maybe"  # acked in a transaction that has not returned
 
 At = tuple[str, int, int]
 
@@ -59,6 +60,11 @@ class Held:
         self.deadline = 0.0
         self.earliest = 0.0
         self.open = True
+
+    def decided(self, *, acked: bool) -> None:
+        """The transaction this was to be acked in is found to have happened, or not."""
+        if self.track.state == MAYBE:
+            self.track.state, self.track.durable = (ACKED, True) if acked else (OPEN, False)
 
 
 class GroupWatch:

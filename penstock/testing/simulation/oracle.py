@@ -233,6 +233,8 @@ class Oracle:
                 if 0 < present < len(deal.sent):
                     self.fail("half-transaction", f"{present} of {len(deal.sent)} events: {deal.sent}")
                 deal.status = STORED if present else ABSENT
+                for held in deal.acks:
+                    held.decided(acked=present > 0)
         self.deals = []
         for sent in list(self.open.values()):
             if sent.status == UNKNOWN and not sent.due_us:

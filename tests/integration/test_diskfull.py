@@ -1,0 +1,96 @@
+"""A full disk, a real one: publishes are refused, reads go on, and it recovers by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import penstock
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of 6 MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small disk needs root")
+    mount = tmp_path / "mount"
+    mount.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(mount)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"mount was refused here: {done.stderr.strip()}")
+    yield mount
+    subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+async def fill(bus: penstock.Bus) -> int:
+    dice, stored = random.Random(1), 0
+    with pytest.raises(penstock.DiskFull) as caught:
+        for _ in range(200):
+            await bus.publish("orders", dice.randbytes(100_000))
+            stored += 1
+    assert caught.value.code == "rejected.disk-full"
+    assert caught.value.retry_after_s > 0
+    return stored
+
+
+async def test_a_full_disk_refuses_publishes_serves_reads_and_recovers(small_disk, small) -> None:
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(b"\1" * (2 * MIB))
+    settings = small(sealing__enabled=False)
+    async with penstock.connect(small_disk / "data", settings=settings) as bus:
+        stored = await fill(bus)
+        assert stored >= 5
+        assert len([event async for event in bus.replay("orders")]) == stored
+        # Acks have room kept back for them.
+        async with bus.subscribe("orders", group="g", max_inflight=3) as sub:
+            event = await sub.get(timeout_s=10)
+            await event.ack()
+            await asyncio.wait_for(bus.flush(), 10)
+        with pytest.raises(penstock.DiskFull):
+            await bus.publish("orders", b"x" * 500_000)
+        ballast.unlink()
+        for _ in range(100):
+            try:
+                receipt = await bus.publish("orders", b"there is room again")
+                break
+            except penstock.DiskFull:
+                await asyncio.sleep(0.1)
+        assert receipt.offset == stored
+    async with penstock.connect(small_disk / "data", settings=settings) as bus:
+        events = [event async for event in bus.replay("orders")]
+        assert len(events) == stored + 1
+        assert events[-1].payload == b"there is room again"
+
+
+async def test_a_folder_on_a_full_disk_opens_and_can_be_read(small_disk, small) -> None:
+    settings = small(sealing__enabled=False)
+    async with penstock.connect(small_disk / "data", settings=settings) as bus:
+        await bus.publish("orders", b"before")
+    with (small_disk / "ballast").open("wb") as file:
+        try:
+            while True:
+                file.write(b"\1" * 65_536)
+                file.flush()
+        except OSError:
+            pass
+    async with penstock.connect(small_disk / "data", settings=settings) as bus:
+        assert [event.payload async for event in bus.replay("orders")] == [b"before"]
+        with pytest.raises(penstock.DiskFull):
+            await bus.publish("orders", b"no")
+    assert [event.payload async for event in _read(small_disk / "data", settings)] == [b"before"]
+
+
+async def _read(path: Path, settings):
+    async with penstock.connect(f"{path}?mode=ro", settings=settings) as bus:
+        async for event in bus.replay("orders"):
+            yield event
