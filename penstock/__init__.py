@@ -19,21 +19,46 @@
 {'id': 7}
 """
 
-from penstock.bus.bus import Bus
-from penstock.bus.connect import connect
-from penstock.bus.handler import Reject, RetryLater
-from penstock.bus.subscription import Subscription
-from penstock.bus.sync import SyncBus, connect_sync
-from penstock.bus.transaction import Transaction
-from penstock.core.catalogue import Route
-from penstock.core.retry import Retry
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from penstock.model import errors
-from penstock.model.batch import EventBatch
 from penstock.model.errors import *  # noqa: F403 - the whole tree, as its own __all__ lists it
-from penstock.model.event import Event, Identity, MessageId, Receipt
-from penstock.model.settings import Settings
+
+if TYPE_CHECKING:
+    from penstock.bus.bus import Bus
+    from penstock.bus.connect import connect
+    from penstock.bus.handler import Reject, RetryLater
+    from penstock.bus.subscription import Subscription
+    from penstock.bus.sync import SyncBus, connect_sync
+    from penstock.bus.transaction import Transaction
+    from penstock.core.catalogue import Route
+    from penstock.core.retry import Retry
+    from penstock.model.batch import EventBatch
+    from penstock.model.event import Event, Identity, MessageId, Receipt
+    from penstock.model.settings import Settings
 
 __version__ = "0.1.0"
+
+# Loaded on first use: the command line answers `--version` and `--help` without loading Arrow.
+_HOMES = {
+    "Bus": "penstock.bus.bus",
+    "Event": "penstock.model.event",
+    "EventBatch": "penstock.model.batch",
+    "Identity": "penstock.model.event",
+    "MessageId": "penstock.model.event",
+    "Receipt": "penstock.model.event",
+    "Reject": "penstock.bus.handler",
+    "Retry": "penstock.core.retry",
+    "RetryLater": "penstock.bus.handler",
+    "Route": "penstock.core.catalogue",
+    "Settings": "penstock.model.settings",
+    "Subscription": "penstock.bus.subscription",
+    "SyncBus": "penstock.bus.sync",
+    "Transaction": "penstock.bus.transaction",
+    "connect": "penstock.bus.connect",
+    "connect_sync": "penstock.bus.sync",
+}
 
 __all__ = [
     "Bus",
@@ -55,3 +80,11 @@ __all__ = [
     "errors",
     *errors.__all__,
 ]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(home), name)
+    return value

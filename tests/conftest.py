@@ -188,7 +188,7 @@ def folder() -> Callable[..., Folder]:
     return Folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def small() -> Callable[..., Settings]:
     """Makes settings under which everything happens soon."""
     return small_settings

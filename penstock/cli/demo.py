@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from penstock.cli.sample import Shop
     from penstock.model.settings import Settings
 
-FOLDER = "./data/demo"
+FOLDER = "./demo-data"
 LOOK_S = 0.5  # between two looks at the numbers on a terminal
 LINE_S = 2.0  # between two lines in a pipe
 DRAIN_S = 30.0  # longest wait for retries after the producers stopped; the ladder takes under 1 s
@@ -53,7 +53,7 @@ GRACE_S = 4.0
 def command(invocation: Invocation, seconds: float, rate: float) -> None:
     """Run a bus with producers of three tenants, handlers that sometimes fail, and a log consumer.
 
-    Lives in ./data/demo unless --url says otherwise. Ends by itself, or with Ctrl-C, and checks
+    Lives in ./demo-data unless --url says otherwise. Ends by itself, or with Ctrl-C, and checks
     that every event published was handled or is a dead letter; ends with 1 when one is not.
     """  # fmt: skip
     result = asyncio.run(_run(invocation, seconds, rate))

@@ -36,6 +36,8 @@ WATERMARK = f"{FOLDER}/watermark"
 FORMAT = 1
 # Room behind `file_bytes` for the commit that fills the file up.
 SLACK_BYTES = 64 * 1024
+# A file with less than this is not worth a new one, however old it is.
+ROLL_LEAST_BYTES = 4 * 1024
 
 
 class FileHeader(msgspec.Struct, frozen=True):
@@ -173,7 +175,7 @@ class Journal:
         used = self.position - self.base
         full = self._file is None or used + first_bytes + SLACK_BYTES > self._allocated
         past = used >= self._settings.file_bytes
-        old = used > SLACK_BYTES and now_us - self._opened_us > self._settings.roll_after_s * 1e6
+        old = used > ROLL_LEAST_BYTES and now_us - self._opened_us > self._settings.roll_after_s * 1e6
         if not self._spare_bytes or not (full or past or old):
             return Commit(self.position, self.durable, None)
         header = FileHeader(FORMAT, self.epoch, self.position, now_us)

@@ -58,11 +58,9 @@ async def fill(path: Path, small: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def full_folder(tmp_path_factory) -> Path:
-    from tests.conftest import small_settings  # type: ignore[import-not-found]
-
+def full_folder(tmp_path_factory, small) -> Path:
     path = tmp_path_factory.mktemp("full") / "data"
-    asyncio.run(fill(path, small_settings))
+    asyncio.run(fill(path, small))
     return path
 
 

@@ -158,11 +158,12 @@ async def test_recover_finds_every_lease(window: Window, monkeypatch: pytest.Mon
 async def test_soak_publishes_keeps_to_retention_and_watches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keep_bytes = 8 * MIB
+    keep_bytes = 24 * MIB
     settings = Settings(
         journal=Journal(file_bytes=4 * MIB),
         retention=Retention(age_s=None, max_bytes=keep_bytes),
-        sealing=Sealing(backlog_max_bytes=8 * MIB, grace_s=0.0),
+        # In line, because a process takes seconds to start where tests run side by side.
+        sealing=Sealing(process=False, backlog_max_bytes=8 * MIB, grace_s=0.0),
     )
     monkeypatch.setattr(soak, "SETTINGS", settings)
     monkeypatch.setattr(soak, "KEEP_BYTES", keep_bytes)
