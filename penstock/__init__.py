@@ -19,13 +19,13 @@
 {'id': 7}
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import importlib
+import typing
 
 from penstock.model import errors
 from penstock.model.errors import *  # noqa: F403 - the whole tree, as its own __all__ lists it
 
-if TYPE_CHECKING:
+if typing.TYPE_CHECKING:
     from penstock.bus.bus import Bus
     from penstock.bus.connect import connect
     from penstock.bus.handler import Reject, RetryLater
@@ -82,9 +82,9 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> typing.Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(home), name)
+    value = globals()[name] = getattr(importlib.import_module(home), name)
     return value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import hashlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
@@ -20,14 +20,14 @@ from penstock.log.memory_disk import MemoryDisk
 from penstock.log.recovery import FOLDERS, open_for_writing
 from penstock.model.loader import load
 from penstock.model.settings import Settings
-from penstock.testing.sim_disk import SimDisk
+from penstock.testing.sim_disk import SimCrash, SimDisk
 from penstock.testing.sim_loop import SimClock, SimLoop, kill
 
-# Small files, no process of its own, no grace: everything happens, and soon.
+# Small files, no process of its own, little grace: everything happens, and soon.
 SMALL = {
     "journal.file_bytes": 1 << 20,
     "sealing.process": False,
-    "sealing.grace_s": 0.0,
+    "sealing.grace_s": 0.5,
     "sealing.min_segment_bytes": 1 << 12,
 }
 
@@ -155,16 +155,21 @@ class World:
     def run_and_die(
         self, work: Callable[[penstock.Bus], Coroutine[Any, Any, Any]], *, power: bool
     ) -> Any:
-        """Open the bus, do the work, and die: of a kill, or of a power failure."""
+        """Open the bus, do the work, and die: of a kill, or of a power failure.
+
+        The work may set `disk.crash_at`; then the power fails in the middle of it.
+        """
 
         async def life() -> Any:
             bus = self.connect()
             await bus.open()
             return await work(bus)
 
-        asyncio.set_event_loop(None)
-        result = self.loop.run_until_complete(life())
-        before = self.disk
+        result, before = None, self.disk
+        before.on_power_off = self.loop.halt
+        with contextlib.suppress(SimCrash):
+            result = self.loop.run_until_complete(life())
+        before.on_power_off = None
         # A killed process loses nothing that it wrote: the page cache stays.
         after = before.crash() if power else before.fork(seed=1)
         before.power_off()

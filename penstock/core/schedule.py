@@ -164,6 +164,12 @@ class Delayed:
         self._firing.update((offset, int(due_us)) for due_us, offset in popped)
         return [offset for _, offset in popped]
 
+    def put_back(self, offsets: Iterable[int]) -> None:
+        """These could not be delivered now: they stay due."""
+        for offset in offsets:
+            if offset in self._firing:
+                self._timers.set(offset, self._firing.pop(offset))
+
     def fired(self, offsets: Iterable[int]) -> None:
         """Confirm that these were delivered for good."""
         for offset in offsets:

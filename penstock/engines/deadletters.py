@@ -22,6 +22,7 @@ from penstock.model.errors import (
     InvalidInput,
     OffsetExpired,
     PenstockError,
+    Rejected,
     TargetMismatch,
     UnknownDeadLetter,
     UnknownGroup,
@@ -147,7 +148,12 @@ class Graveyard:
                 group.buried(each.lane, each.offset)
             return written
 
-        await self._engine.submit(drafts, when_taken=entries)
+        while True:
+            try:
+                await self._engine.submit(drafts, when_taken=entries)
+                break
+            except Rejected as error:  # the disk is full: they stay doomed until there is room
+                await asyncio.sleep(error.retry_after_s)
         self._engine.dispatcher.touched(group)
 
     def _draft(self, consumer: str, event: Event, attempts: int, reason: str) -> Draft:

@@ -34,13 +34,14 @@ from penstock.engines.engine import Draft, LogFeed, QueueFeed, Request, Subscrib
 from penstock.engines.groups import Groups
 from penstock.engines.housekeeping import Housekeeper
 from penstock.engines.layout import MERGE_EVENTS, Layout, draft_bytes
-from penstock.engines.logreader import READ_EVENTS, LogGroup
+from penstock.engines.logreader import LogGroup
 from penstock.engines.pending import Submission
+from penstock.engines.reading import event_at, stored_batches
 from penstock.engines.runtime import Runtime
 from penstock.engines.timekeeper import SCHEDULED, Timekeeper
+from penstock.engines.views import known_topic
 from penstock.log.auditlog import AuditLog
 from penstock.log.disk import Disk, Lock, read_file, write_file
-from penstock.log.eventlog import InMemory
 from penstock.log.gather import event_bytes
 from penstock.log.journal import Journal
 from penstock.log.recovery import Recovered, open_for_writing
@@ -50,7 +51,6 @@ from penstock.model.batch import EventBatch
 from penstock.model.errors import (
     BusClosed,
     DiskFull,
-    OffsetExpired,
     PayloadTooLarge,
     PenstockError,
     UnknownTopic,
@@ -89,6 +89,7 @@ class EmbeddedEngine:
         self._making: dict[str, asyncio.Future[None]] = {}
         self._audit_position = 0
         self._auditing = asyncio.Lock()
+        self._audit_failed = False
         self._open = False
 
     # -- life ----------------------------------------------------------------------------------
@@ -158,6 +159,8 @@ class EmbeddedEngine:
         await self.submit([], entries=ended)
         for group in list(self.dispatcher.groups.values()):
             self.dispatcher.pump(group)
+        # Before anybody publishes: a side file is written before the entry that names it.
+        await self.runtime.read(self.housekeeper.sweep_orphans)
         self.spawn(self.timekeeper.run())
         self.spawn(self.housekeeper.run())
 
@@ -402,8 +405,9 @@ class EmbeddedEngine:
                 written.append(handle.group.ack_now(handle.lease, each.index + handle.shift, now))
                 self.dispatcher.touched(handle.group)
             for feed in transaction.cursors:
-                written += feed.pending_commit()  # type: ignore[attr-defined]
-                feed.committed()  # type: ignore[attr-defined]
+                cursors = feed.pending_commit()  # type: ignore[attr-defined]
+                feed.committed(cursors)  # type: ignore[attr-defined]
+                written += cursors
             return written
 
         check()
@@ -447,7 +451,7 @@ class EmbeddedEngine:
         ]
         if audited:
             self.spawn(self._append_audit(audited, taken.commit.end))
-        elif not self._auditing.locked():
+        elif not self._auditing.locked() and not self._audit_failed:
             self._audit_position = taken.commit.end
 
     def count_stored(self, info: SegmentInfo, sign: int) -> None:
@@ -463,8 +467,18 @@ class EmbeddedEngine:
 
     async def _append_audit(self, entries: list[AuditEntry], end: int) -> None:
         async with self._auditing:
-            await self.runtime.read(self.audit.append_missing, entries)
-        self._audit_position = max(self._audit_position, end)
+            # While it is not in the chain it must stay in the journal: nothing is sealed past it.
+            while not self._audit_failed:
+                try:
+                    await self.runtime.read(self.audit.append_missing, entries)
+                    break
+                except DiskFull as error:
+                    await asyncio.sleep(error.retry_after_s)
+                except PenstockError:
+                    self._audit_failed = True  # the next life catches up from the journal
+                    raise
+        if not self._audit_failed:
+            self._audit_position = max(self._audit_position, end)
 
     async def audit_settled(self) -> None:
         """Return when everything committed so far is in the audit chain."""
@@ -485,10 +499,10 @@ class EmbeddedEngine:
             raise UnknownTopic(
                 f"no topic {topic!r}, and topics.auto_create is off; create it first", topic=topic
             )
-        making = self._making.get(topic)
-        if making is not None:
-            await asyncio.shield(making)
-            return
+        while (others := self._making.get(topic)) is not None:
+            await asyncio.shield(others)
+            if topic in self.state.topics:
+                return  # else whoever made it was cancelled or refused: it is our turn
         making = self._making[topic] = asyncio.get_running_loop().create_future()
         chosen = spec or TopicSpec(
             partitions=1 if is_system(topic) else self.settings.topics.partitions
@@ -538,37 +552,14 @@ class EmbeddedEngine:
 
     async def event_at(self, topic: str, partition: int, offset: int) -> Event:
         """One stored event."""
-        sources = self.log.plan(topic, partition, offset, 1)
-        if not sources:
-            _, end = self.log.bounds(topic, partition)
-            raise OffsetExpired(
-                f"{topic}/{partition}/{offset} does not exist; the log ends at {end}",
-                topic=topic, partition=partition, first_offset=0, end_offset=end,
-            )  # fmt: skip
-        if all(isinstance(source, InMemory) for source in sources):
-            batches = self.log.load(sources, offset, 1)
-        else:
-            batches = await self.runtime.read(self.log.load, sources, offset, 1)
-        return batches[0].event(0)
+        return await event_at(self.log, self.runtime, topic, partition, offset)
 
-    async def read(
+    def read(
         self, topic: str, partition: int, start: int, stop: int | None
     ) -> AsyncIterator[EventBatch]:
         """Stored batches in order."""
-        if topic not in self.state.topics:
-            raise UnknownTopic(f"no topic {topic!r}; `penstock topic list` shows them", topic=topic)
-        end = self.log.partition(topic, partition).end
-        stop = end if stop is None else min(stop, end)
-        while start < stop:
-            limit = min(READ_EVENTS, stop - start)
-            sources = self.log.plan(topic, partition, start, limit)
-            if all(isinstance(source, InMemory) for source in sources):
-                batches = self.log.load(sources, start, limit)
-            else:
-                batches = await self.runtime.read(self.log.load, sources, start, limit)
-            for batch in batches:
-                yield batch
-            start = batches[-1].end_offset
+        known_topic(self.state, topic)
+        return stored_batches(self.log, self.runtime, topic, partition, start, stop)
 
     async def subscribe(self, subscribe: Subscribe) -> QueueFeed | LogFeed:
         """Join a group, making it on first sight."""

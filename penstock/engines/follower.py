@@ -14,7 +14,8 @@ from penstock.core.state import DeadLetter, GroupState
 from penstock.engines import request as requests
 from penstock.engines.deadletters import DeadLetterDetail, detail_of, newest_letters
 from penstock.engines.engine import Draft, LogFeed, QueueFeed, Request, Subscribe, Transaction
-from penstock.engines.logreader import READ_EVENTS, LogGroup
+from penstock.engines.logreader import LogGroup
+from penstock.engines.reading import event_at, stored_batches
 from penstock.engines.runtime import Runtime
 from penstock.engines.views import known_topic, recorded_group, topic_info
 from penstock.log.auditreader import AuditReader
@@ -85,21 +86,13 @@ class FollowerEngine:
 
     # -- reading -------------------------------------------------------------------------------
 
-    async def read(
+    def read(
         self, topic: str, partition: int, start: int, stop: int | None
     ) -> AsyncIterator[EventBatch]:
         """Stored batches in order."""
         self._advance()
         known_topic(self.state, topic)
-        end = self.log.partition(topic, partition).end
-        stop = end if stop is None else min(stop, end)
-        while start < stop:
-            limit = min(READ_EVENTS, stop - start)
-            sources = self.log.plan(topic, partition, start, limit)
-            batches = await self.runtime.read(self.log.load, sources, start, limit)
-            for batch in batches:
-                yield batch
-            start = batches[-1].end_offset
+        return stored_batches(self.log, self.runtime, topic, partition, start, stop)
 
     async def subscribe(self, subscribe: Subscribe) -> QueueFeed | LogFeed:
         """Follow topics in log mode, without a cursor that anybody else sees."""
@@ -137,9 +130,7 @@ class FollowerEngine:
         return end if kind == "latest" else first
 
     async def _event(self, topic: str, partition: int, offset: int) -> Event:
-        sources = self.log.plan(topic, partition, offset, 1)
-        batches = await self.runtime.read(self.log.load, sources, offset, 1)
-        return batches[0].event(0)
+        return await event_at(self.log, self.runtime, topic, partition, offset)
 
     # -- asking --------------------------------------------------------------------------------
 

@@ -73,7 +73,6 @@ class Housekeeper:
 
     async def run(self) -> None:
         """Work, for as long as the engine lives."""
-        await self._engine.runtime.read(self._sweep_orphans)
         while True:
             try:
                 busy = await self.round()
@@ -255,7 +254,7 @@ class Housekeeper:
         for folder in {path.rpartition("/")[0] for path in paths}:
             disk.sync_dir(folder)
 
-    def _sweep_orphans(self) -> None:
+    def sweep_orphans(self) -> None:
         """Remove what a crash left behind: nothing of it was ever acknowledged or is still needed."""
         engine = self._engine
         engine.log.manifest.remove_orphans()

@@ -9,13 +9,12 @@ from collections.abc import Awaitable, Callable
 from penstock.core.assignment import Changes, Rebalance
 from penstock.core.entry import Committed, Entry
 from penstock.core.state import GroupState, Place
+from penstock.engines.reading import READ_EVENTS, load
 from penstock.engines.runtime import Runtime
-from penstock.log.eventlog import EventLog, InMemory
+from penstock.log.eventlog import EventLog
 from penstock.model.batch import EventBatch
 from penstock.model.errors import BusClosed, PenstockError
 
-# What one receive returns at the most: enough to amortise the call, small enough to stay in cache.
-READ_EVENTS = 16_384
 # How long a member may sit on a partition that another is to take over.
 REVOKE_S = 30.0
 
@@ -96,15 +95,11 @@ class LogReader:
             place = self._turn[0]
             self._turn.rotate(-1)
             offset = self._next[place]
-            sources = log.plan(*place, offset, READ_EVENTS)
-            if not sources:
+            batches = await load(log, runtime, *place, offset, READ_EVENTS)
+            if self._next.get(place) != offset:
+                return True  # reset or given away while it was read
+            if not batches:
                 continue
-            if all(isinstance(source, InMemory) for source in sources):
-                batches = log.load(sources, offset, READ_EVENTS)
-            else:
-                batches = await runtime.read(log.load, sources, offset, READ_EVENTS)
-                if self._next.get(place) != offset:
-                    return True  # reset or given away while it was read
             self._next[place] = batches[-1].end_offset
             self._ready += batches
             return True
@@ -123,16 +118,19 @@ class LogReader:
             entries.append(Committed(group.name, topic, partition, offset, self.generation))
         return entries
 
-    def committed(self) -> None:
-        """What was marked is committed."""
-        self._marked.clear()
+    def committed(self, entries: list[Entry]) -> None:
+        """These are committed; what was marked meanwhile is not."""
+        for entry in entries:
+            assert isinstance(entry, Committed)
+            if self._marked.get((entry.topic, entry.partition)) == entry.offset:
+                del self._marked[entry.topic, entry.partition]
 
     async def commit(self) -> None:
         """Make what was marked the group's place, durably."""
         entries = self.pending_commit()
         if entries:
             await self._group.write(entries)
-            self._marked.clear()
+            self.committed(entries)
 
     async def close(self) -> None:
         """Leave the group."""

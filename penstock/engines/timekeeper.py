@@ -10,6 +10,7 @@ import msgspec
 from penstock.core.entry import Delayed, Entry, Fired, RecurringPut
 from penstock.engines.engine import Draft
 from penstock.model.column import Headers
+from penstock.model.errors import Rejected
 from penstock.model.event import Event, Receipt
 from penstock.model.token import parse_token
 
@@ -42,8 +43,12 @@ class Timekeeper:
         """Fire what is due, for as long as the engine lives."""
         schedule = self._engine.state.schedule
         while True:
-            await self._fire_delayed()
-            await self._fire_recurring()
+            try:
+                await self._fire_delayed()
+                await self._fire_recurring()
+            except Rejected as error:  # the disk is full: what is due waits for room
+                await asyncio.sleep(error.retry_after_s)
+                continue
             due_us = schedule.next_due_us()
             wait_s = LOOK_AGAIN_S
             if due_us is not None:
@@ -93,12 +98,19 @@ class Timekeeper:
 
     async def _fire_delayed(self) -> None:
         engine = self._engine
-        while offsets := engine.state.schedule.delayed.due(engine.runtime.wall_us(), FIRE_CHUNK):
-            events = [await engine.event_at(SCHEDULED, 0, offset) for offset in offsets]
-            drafts = [self._release(event) for event in events]
-            for draft in drafts:
-                await engine.ensure_topic(draft.topic)
-            await engine.submit(drafts, entries=[Fired(offsets)])
+        delayed = engine.state.schedule.delayed
+        while offsets := delayed.due(engine.runtime.wall_us(), FIRE_CHUNK):
+            if max(offsets) >= engine.log.partition(SCHEDULED, 0).end:
+                await engine.flush()  # due at once: wait until it is committed itself
+            try:
+                events = [await engine.event_at(SCHEDULED, 0, offset) for offset in offsets]
+                drafts = [self._release(event) for event in events]
+                for draft in drafts:
+                    await engine.ensure_topic(draft.topic)
+                await engine.submit(drafts, entries=[Fired(offsets)])
+            except Rejected:
+                delayed.put_back(offsets)
+                raise
 
     @staticmethod
     def _release(event: Event) -> Draft:

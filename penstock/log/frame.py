@@ -29,6 +29,8 @@ KINDS = (FILE_HEADER, BATCH, CONTROL, GROUP)
 
 _PART = struct.Struct("<IB3x")
 MAX_BODY_BYTES = (1 << 32) - 1
+# How much of a file's tail is looked at in one go: most of it is allocated and still zero.
+BLOCK_BYTES = 1 << 20
 
 
 class Frame(NamedTuple):
@@ -94,20 +96,29 @@ def frames(view: memoryview, base: int, start: int, end: int) -> Iterator[Frame]
         start = frame.end
 
 
+def written_blocks(view: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """(offset, block) for each block that is not all zeros: what allocated room was written to."""
+    for at in range(0, len(view), BLOCK_BYTES):
+        block = view[at : at + BLOCK_BYTES]
+        words = np.frombuffer(block[: len(block) & ~7], dtype=np.uint64)
+        if words.any() or any(block[len(block) & ~7 :]):
+            yield at, block
+
+
 def later_frames(view: memoryview, base: int, after: int) -> Iterator[Frame]:
     """Whole frames anywhere behind a broken one; found by the address each frame carries."""
     first = after - base + 8
     first += -first & 7
-    usable = (len(view) - first) & ~7
-    if usable < HEAD.size:
-        return
-    words = np.frombuffer(view[first : first + usable], dtype=np.uint64)
-    # A frame at offset o holds base + o in its second word.
-    expected = np.arange(base + first - 8, base + first - 8 + usable, 8, dtype=np.uint64)
-    for index in np.flatnonzero(words == expected).tolist():
-        frame = read_frame(view, base, base + first + index * 8 - 8)
-        if frame is not None:
-            yield frame
+    for at, block in written_blocks(view[first:]):
+        usable = len(block) & ~7
+        words = np.frombuffer(block[:usable], dtype=np.uint64)
+        # A frame at offset o of the file holds base + o in its second word.
+        start = base + first + at - 8
+        expected = np.arange(start, start + usable, 8, dtype=np.uint64)
+        for index in np.flatnonzero(words == expected).tolist():
+            frame = read_frame(view, base, start + index * 8)
+            if frame is not None:
+                yield frame
 
 
 def encode_group(entries: Sequence[tuple[int, Sequence[Bytes]]]) -> list[Bytes]:

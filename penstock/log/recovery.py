@@ -15,7 +15,16 @@ import msgspec
 from penstock.core.entry import Audited, decode_entries
 from penstock.log.disk import Disk, read_file, write_file
 from penstock.log.eventlog import EventLog
-from penstock.log.frame import CONTROL, FILE_HEADER, GROUP, Frame, frames, later_frames, read_group
+from penstock.log.frame import (
+    CONTROL,
+    FILE_HEADER,
+    GROUP,
+    Frame,
+    frames,
+    later_frames,
+    read_group,
+    written_blocks,
+)
 from penstock.log.journal import (
     FOLDER,
     FORMAT,
@@ -47,7 +56,7 @@ class Recovered(NamedTuple):
     epoch: int
     """The highest epoch seen; a writer takes the next."""
     torn_bytes: int
-    """Bytes of an interrupted, never acknowledged write that were cut off."""
+    """Bytes, rounded up to blocks, of an interrupted write that was cut off; nobody relied on it."""
     audited: list[tuple[int, Audited]]
     """Operator actions in the journal, by reference, for the audit chain to catch up with."""
     side: dict[bytes, int]
@@ -262,8 +271,7 @@ class Recovery:
                 raise self._hole(file_name(base), end)
 
     def _cut_tail(self, base: int, view: memoryview, end: int) -> None:
-        tail = bytes(view[end - base :])
-        self.torn_bytes += len(tail.rstrip(b"\0"))
+        self.torn_bytes += sum(len(block) for _, block in written_blocks(view[end - base :]))
         if end == base:
             self.disk.remove(file_name(base))
             self.disk.sync_dir(FOLDER)

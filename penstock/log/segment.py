@@ -18,9 +18,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.log.content import Canonical, ContentHash
+from penstock.log.content import Canonical, ContentHash, binary_of
 from penstock.log.disk import Disk, write_file
 from penstock.model.arrow import SCHEMA
+from penstock.model.compressor import compressors, worth_compressing
 from penstock.model.errors import Corrupted
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ DAY_US = 86_400_000_000
 # One look-up in a hundred opens a row group in vain; a filter then takes about 1.2 bytes an event.
 BLOOM_FALSE_POSITIVES = 0.01
 NAMES = ["topic", "tenant", "codec"]
+# Parquet's names of the columns: a map is two of them.
+COLUMNS = [name for name in SCHEMA.names if name != "headers"]
+COLUMNS += ["headers.key_value.key", "headers.key_value.value"]
 # Numbers that grow evenly shrink to almost nothing. Payloads stay plain: as fast to read as
 # length-prefixed ones, and every Parquet reader knows them.
 ENCODINGS = {
@@ -130,7 +134,7 @@ def write_segment(
     ends = [0]
     for group in groups:
         if writer is None:
-            writer = _writer(sink, zstd_level, group.num_rows)
+            writer = _writer(sink, zstd_level, group)
         builder.take(group)
         writer.write_batch(group, row_group_size=group.num_rows)
         written.append(group)
@@ -161,13 +165,17 @@ def write_segment(
     )
 
 
-def _writer(sink: pa.BufferOutputStream, zstd_level: int, group_rows: int) -> pq.ParquetWriter:
-    bloom = {"ndv": max(group_rows, 1), "fpp": BLOOM_FALSE_POSITIVES}
+def _writer(sink: pa.BufferOutputStream, zstd_level: int, group: pa.RecordBatch) -> pq.ParquetWriter:
+    bloom = {"ndv": max(group.num_rows, 1), "fpp": BLOOM_FALSE_POSITIVES}
+    # Payloads that do not shrink (images, encrypted or compressed bytes) cost half the time to try.
+    ends, data = binary_of(group.column("payload"))
+    squeeze = worth_compressing(data[int(ends[0]) : int(ends[-1])], compressors.get("zstd"))
+    squeezed = [name for name in COLUMNS if squeeze or name != "payload"]
     return pq.ParquetWriter(
         sink,
         SCHEMA.with_metadata({FORMAT_KEY: FORMAT}),
-        compression="zstd",
-        compression_level=zstd_level,
+        compression=dict.fromkeys(COLUMNS, "none") | dict.fromkeys(squeezed, "zstd"),
+        compression_level=dict.fromkeys(squeezed, zstd_level),
         use_dictionary=NAMES,
         column_encoding=ENCODINGS,
         write_statistics=STATISTICS,

@@ -376,7 +376,8 @@ class EventBatch:
             if column is not None:
                 setattr(part, name, column[start:stop])
         if self.key_column is not None:
-            part._set_keys(self.keys()[start:stop])
+            part.key_column = self.key_column.slice(start, stop)
+            part.key_validity = _slice_bits(self.key_validity, start, stop)
         if self.header_column is not None:
             part.header_column = self.header_column.slice(start, stop)
         return part
@@ -451,6 +452,13 @@ class _Cursor:
     def strings(self, count: int) -> Strings:
         offsets = self.take((count + 1) * 4)
         return Strings(count, offsets, self.take(offsets.cast("i")[count]))
+
+
+def _slice_bits(bits: Bytes | None, start: int, stop: int) -> bytes | None:
+    if bits is None:
+        return None
+    values = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), bitorder="little", count=stop)
+    return np.packbits(values[start:], bitorder="little").tobytes()
 
 
 def same_length(count: int, **columns: Sequence[Any] | None) -> None:

@@ -73,14 +73,32 @@ class Strings:
 
     def values(self) -> list[bytes]:
         """All values."""
-        ends = self.ends().tolist()
-        data = bytes(self.data)
+        ends, data = self._covered()
+        if (same := self._repeated(ends, data)) is not None:
+            return [same] * self.count
         return [data[start:end] for start, end in pairwise(ends)]
+
+    def _covered(self) -> tuple[list[int], bytes]:
+        """Offsets from zero, and just the bytes they cover."""
+        ends = self.ends()
+        first, last = ends[0], ends[self.count]
+        if first == 0:
+            return ends.tolist(), bytes(self.data[:last])
+        shifted = np.frombuffer(self.offsets, dtype=np.int32, count=self.count + 1) - first
+        return shifted.tolist(), bytes(self.data[first:last])
+
+    def _repeated(self, ends: list[int], data: bytes) -> bytes | None:
+        """The one value of a column whose values are all the same, as header names often are."""
+        length = ends[1]
+        if length * self.count != len(data) or data[:length] * self.count != data:
+            return None
+        return data[:length] if ends == list(range(0, len(data) + 1, length or 1)) else None
 
     def texts(self) -> list[str]:
         """All values as text."""
-        ends = self.ends().tolist()
-        data = bytes(self.data)
+        ends, data = self._covered()
+        if (same := self._repeated(ends, data)) is not None:
+            return [same.decode()] * self.count
         if data.isascii():  # then characters are bytes, and one decoding serves all
             text = data.decode("ascii")
             return [text[start:end] for start, end in pairwise(ends)]

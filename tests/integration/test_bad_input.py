@@ -137,7 +137,9 @@ async def test_damage_is_detected_and_nothing_is_deleted(
         name = str(target.relative_to(full))
         assert hashes_of(full).get(name) == before.get(name), "the damaged file was changed"
     kept = hashes_of(full)
-    assert all(name in kept for name in before if name.startswith(("segments/seg", "side/", "audit/")))
+    assert all(
+        name in kept for name in before if name.startswith(("segments/seg", "side/", "audit/"))
+    )
 
 
 # -- folders and writers --------------------------------------------------------------------------

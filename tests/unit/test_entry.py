@@ -8,7 +8,14 @@ import msgspec
 import pytest
 
 from penstock.core import entry as module
-from penstock.core.entry import AnyEntry, Entry, GroupSpec, TopicSpec, decode_entries, encode_entries
+from penstock.core.entry import (
+    AnyEntry,
+    Entry,
+    GroupSpec,
+    TopicSpec,
+    decode_entries,
+    encode_entries,
+)
 from penstock.core.retry import Retry
 from penstock.core.state import State
 

@@ -14,13 +14,20 @@ from penstock.model.errors import InvalidInput, NotLeased, UnknownTopic
 from penstock.model.event import MessageId, Receipt
 
 
-@given(st.from_regex(r"[a-z]{1,5}(\.[a-z0-9]{1,5}){0,3}", fullmatch=True), st.integers(0, 2**31), st.integers(0, 2**63))
+@given(
+    st.from_regex(r"[a-z]{1,5}(\.[a-z0-9]{1,5}){0,3}", fullmatch=True),
+    st.integers(0, 2**31),
+    st.integers(0, 2**63),
+)
 def test_a_message_id_reads_back(topic: str, partition: int, offset: int) -> None:
     place = MessageId(topic, partition, offset)
     assert MessageId.parse(str(place)) == place
 
 
-@pytest.mark.parametrize("text", ["", "orders", "orders/0", "/0/1", "orders/x/1", "orders/0/-1", "orders/0/1/2", "orders/0/1.5"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "orders", "orders/0", "/0/1", "orders/x/1", "orders/0/-1", "orders/0/1/2", "orders/0/1.5"],
+)
 def test_what_is_no_message_id_is_refused(text: str) -> None:
     with pytest.raises(InvalidInput, match="no message id"):
         MessageId.parse(text)

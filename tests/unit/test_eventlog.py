@@ -45,7 +45,11 @@ async def log(home) -> EventLog:
     sealer = InlineSealer(home.disk, sealed_batches, in_line)
     manifest: Manifest = log.manifest
     result = await sealer.run(
-        Job(first_id=manifest.next_id, settings=home.settings.sealing, journal=[JournalInput(0, sealed_to)])
+        Job(
+            first_id=manifest.next_id,
+            settings=home.settings.sealing,
+            journal=[JournalInput(0, sealed_to)],
+        )
     )
     manifest.apply(result.added, result.removed, sealed_to=sealed_to, at_us=1)
     log.sealed(sealed_to)
@@ -55,7 +59,9 @@ async def log(home) -> EventLog:
 
 
 def payloads(log: EventLog, offset: int, limit: int) -> list[int]:
-    return [int(each) for batch in log.read("orders", 0, offset, limit) for each in batch.payloads()]
+    return [
+        int(each) for batch in log.read("orders", 0, offset, limit) for each in batch.payloads()
+    ]
 
 
 async def test_an_offset_is_found_wherever_it_lies(log: EventLog) -> None:

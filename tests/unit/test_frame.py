@@ -25,10 +25,10 @@ from penstock.log.frame import (
 BODIES = st.lists(st.binary(max_size=40), max_size=5)
 
 
-def frame(body: bytes, position: int, *, kind: int = BATCH, durable: int = 0, epoch: int = 1) -> bytes:
-    return b"".join(
-        encode_frame(kind, [body], position=position, durable=durable, epoch=epoch)
-    )
+def frame(
+    body: bytes, position: int, *, kind: int = BATCH, durable: int = 0, epoch: int = 1
+) -> bytes:
+    return b"".join(encode_frame(kind, [body], position=position, durable=durable, epoch=epoch))
 
 
 @given(BODIES, st.sampled_from(KINDS), st.integers(0, 2**60), st.integers(0, 2**60))
@@ -84,7 +84,11 @@ def test_frames_end_at_the_first_that_is_not_whole() -> None:
     assert [bytes(each.body) for each in frames(broken, 0, 0, 120)] == [b"a"]
 
 
-@given(st.lists(st.binary(min_size=1, max_size=50), min_size=2, max_size=8), st.integers(0, 2**40), st.data())
+@given(
+    st.lists(st.binary(min_size=1, max_size=50), min_size=2, max_size=8),
+    st.integers(0, 2**40),
+    st.data(),
+)
 def test_later_frames_finds_all_that_are_whole_behind_a_broken_one(bodies, base, data) -> None:
     base -= base % 8
     joined, starts = b"", []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import struct
 
 import msgspec
@@ -93,7 +94,7 @@ def test_closed_files_give_their_unused_room_back(folder) -> None:
     for _ in range(8):
         home.commit([(BATCH, batch(b"x" * 300_000).encode_parts())])
     bases = file_bases(home.disk)
-    for base, following in zip(bases, bases[1:], strict=False):
+    for base, following in itertools.pairwise(bases):
         file = home.disk.open(file_name(base))
         assert file.size() == following - base
         file.close()

@@ -40,7 +40,9 @@ class Bench:
         return commit, self.layout.lay(submissions, commit, now_us)
 
 
-def draft(*payloads: bytes, topic: str = "orders", tenant: str = "acme", codec: str = "raw") -> Draft:
+def draft(
+    *payloads: bytes, topic: str = "orders", tenant: str = "acme", codec: str = "raw"
+) -> Draft:
     return Draft(topic, list(payloads), tenant=tenant, codec=codec)
 
 
@@ -94,7 +96,9 @@ def test_large_drafts_keep_a_batch_of_their_own() -> None:
 def test_several_drafts_and_entries_are_one_group_frame() -> None:
     bench = Bench()
     work = submit(
-        draft(b"a"), draft(b"b", topic="payments"), entries=[TopicPut("t", TopicSpec()), Acked("g", "t", 0, [0, 1])]
+        draft(b"a"),
+        draft(b"b", topic="payments"),
+        entries=[TopicPut("t", TopicSpec()), Acked("g", "t", 0, [0, 1])],
     )
     commit, placed = bench.lay(work)
     assert kinds(commit) == [GROUP]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.engines.pending import Pending
-
 
 
 class Job:
@@ -27,7 +25,9 @@ def fill(pending: Pending, *jobs: tuple[str, int]) -> None:
         pending.add(Job(tenant, size))  # type: ignore[arg-type]
 
 
-def take(pending: Pending, budget: int = 100, quantum: int = 10, fits=fits) -> list[tuple[str, int]]:
+def take(
+    pending: Pending, budget: int = 100, quantum: int = 10, fits=fits
+) -> list[tuple[str, int]]:
     return [(job.tenant, job.size) for job in pending.take(budget, quantum, fits)]
 
 

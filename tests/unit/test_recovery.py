@@ -18,7 +18,15 @@ from penstock.core.entry import (
     TopicSpec,
     encode_entries,
 )
-from penstock.log.frame import BATCH, CONTROL, FILE_HEADER, GROUP, encode_frame, encode_group
+from penstock.log.frame import (
+    BATCH,
+    CONTROL,
+    FILE_HEADER,
+    GROUP,
+    encode_frame,
+    encode_group,
+    frames,
+)
 from penstock.log.journal import SPARE, WATERMARK, FileHeader, file_bases, file_name
 from penstock.log.memory_disk import MemoryDisk
 from penstock.log.recovery import Recovery, check_folder, open_for_writing
@@ -133,6 +141,12 @@ def refused(disk, home, files_of) -> Corrupted:
     return caught.value
 
 
+def frame_around(data: bytes, at: int):
+    """The whole frame that holds a byte, or None when there is none any more."""
+    whole = frames(memoryview(bytes(data)), 0, 0, len(data))
+    return next((frame for frame in whole if frame.end > at), None)
+
+
 def test_every_flipped_bit_below_the_watermark_is_refused_with_its_place(
     folder, files_of, disk_with
 ) -> None:
@@ -145,18 +159,15 @@ def test_every_flipped_bit_below_the_watermark_is_refused_with_its_place(
         broken = bytearray(data)
         broken[at] ^= 1 << bit
         disk = disk_with({**files, path: bytes(broken)})
-        before = files_of(disk)
-        try:
-            found = reopened(disk, home)
-        except Corrupted as error:
-            assert error.path == path
-            assert error.position <= at
-            assert files_of(disk) == before, "a refused folder was changed"
-        else:
+        if frame_around(broken, at) is not None:
             # Zeros that fill a frame up carry nothing, so nothing is lost with them.
             assert data[at] == 0
-            assert events(found)[:3] == [b"event 0", b"event 1", b"event 2"]
+            assert events(reopened(disk, home))[:3] == [b"event 0", b"event 1", b"event 2"]
             harmless += 1
+            continue
+        error = refused(disk, home, files_of)
+        assert error.path == path
+        assert error.position <= at
     assert harmless < last.start // 7 // 10
 
 

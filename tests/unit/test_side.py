@@ -19,7 +19,9 @@ def disk() -> MemoryDisk:
 
 
 def aside(disk: MemoryDisk, payload: bytes) -> EventBatch:
-    batch = EventBatch.build("orders", [payload], keys=[b"k"], headers=[{"a": "b"}], token_base=b"t" * 16)
+    batch = EventBatch.build(
+        "orders", [payload], keys=[b"k"], headers=[{"a": "b"}], token_base=b"t" * 16
+    )
     path, data = detach(batch)
     write_side(disk, path, data)
     batch.base_offset = 7

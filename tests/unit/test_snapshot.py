@@ -64,7 +64,9 @@ def folded() -> Fold:
     fold.take(frame(CONTROL, encode_entries(ENTRIES)))
     fold.take(frame(BATCH, batch(10).encode(), 1_000))
     group = b"".join(
-        encode_group([(BATCH, [batch(13).encode()]), (CONTROL, [encode_entries([Delayed([6, 97])])])])
+        encode_group(
+            [(BATCH, [batch(13).encode()]), (CONTROL, [encode_entries([Delayed([6, 97])])])]
+        )
     )
     fold.take(frame(GROUP, group, 2_000))
     return fold

@@ -13,7 +13,7 @@ from penstock.testing.sim_disk import Faults, SimDisk
 if TYPE_CHECKING:
     from penstock.testing.simulation.world import World
 
-LIFE_OPERATIONS = (50, 250, 400, 700)
+LIFE_OPERATIONS = (50, 150, 300, 500)
 CRASH_WITHIN = (40, 200, 600, 1_500)  # disk operations after the start of a life
 
 
@@ -88,11 +88,11 @@ class Troubles:
             watch.full = True
         disk.capacity_bytes = disk._used_bytes + self.rng.choice((0, 100, 5_000))
         world.oracle.note("disk full")
-        await asyncio.sleep(self.rng.choice((0.5, 5.0)))
+        await asyncio.sleep(self.rng.choice((0.3, 1.5)))
         disk.capacity_bytes = None
         self.counts["full_episode"] += 1
         world.oracle.note("disk has room")
-        await asyncio.sleep(2.5)
+        await asyncio.sleep(1.3)
 
     async def _failed_sync(self) -> None:
         """An fsync fails: the writer must never accept anything again."""
