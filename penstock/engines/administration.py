@@ -114,7 +114,7 @@ class Administration:
         entry = self._audited(
             actor, operation, target, {}, {"status": "refused", "code": error.code}
         )
-        await self._engine.write_entries([entry])
+        await self._engine.intake.write_entries([entry])
         return error
 
     # -- topics --------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ class Administration:
         if request.topic in self._engine.state.topics:
             raise AlreadyExists(f"topic {request.topic!r} exists already", topic=request.topic)
         _check_partitions(request.spec.partitions)
-        await self._engine.ensure_topic(request.topic, request.spec)
+        await self._engine.topics.ensure(request.topic, request.spec)
         return self._topic_info(request.topic)
 
     async def _configure_topic(self, request: ask.ConfigureTopic) -> TopicInfo:
@@ -170,7 +170,7 @@ class Administration:
             lanes = engine.groups.topic_made(topic, old.partitions, new.partitions)
             return [TopicPut(topic, new), *lanes, audit]
 
-        await engine.submit([], when_taken=entries)
+        await engine.intake.submit([], when_taken=entries)
         return self._topic_info(topic)
 
     async def _delete_topic(self, request: ask.DeleteTopic) -> None:
@@ -189,10 +189,10 @@ class Administration:
 
         def entries(_: Any) -> list[Entry]:
             ends = tuple(engine.log.partition(topic, p).next for p in range(spec.partitions))
-            engine.forget_topic(topic)
+            engine.topics.forget(topic)
             return [TopicGone(topic, ends), audit]
 
-        await engine.submit([], when_taken=entries)
+        await engine.intake.submit([], when_taken=entries)
         engine.housekeeper.wake()
 
     async def _find_offset(self, request: ask.FindOffset) -> int:
@@ -293,10 +293,10 @@ class Administration:
 
     async def _query_audit(self, request: ask.QueryAudit) -> Any:
         engine = self._engine
-        await engine.audit_settled()
+        await engine.audit.settled()
         return await engine.runtime.read(
             lambda: list(
-                engine.audit.records(
+                engine.audit.log.records(
                     message=request.message, actor=request.actor, since_us=request.since_us,
                     until_us=request.until_us, operation=request.operation,
                 )
@@ -304,16 +304,16 @@ class Administration:
         )  # fmt: skip
 
     async def _verify_audit(self, request: ask.VerifyAudit) -> Any:
-        await self._engine.audit_settled()
-        return await self._engine.runtime.read(self._engine.audit.verify)
+        await self._engine.audit.settled()
+        return await self._engine.runtime.read(self._engine.audit.log.verify)
 
     async def _export_audit(self, request: ask.ExportAudit) -> Any:
         engine = self._engine
-        await engine.audit_settled()
+        await engine.audit.settled()
         target = RealDisk(request.folder)
         target.make_dir("")
         at_us = engine.runtime.wall_us()
-        return await engine.runtime.read(lambda: engine.audit.export(target, at_us=at_us))
+        return await engine.runtime.read(lambda: engine.audit.log.export(target, at_us=at_us))
 
     # -- routes and schedules ------------------------------------------------------------------
 
@@ -346,11 +346,13 @@ class Administration:
         await engine.save_routes()
         target = f"{pattern} -> {destination}"
         audit = self._audited(actor, operation, target, {}, {"version": engine.routes.version})
-        await engine.submit([], when_taken=lambda _: [*engine.groups.routes_changed(), audit])
+        await engine.intake.submit(
+            [], when_taken=lambda _: [*engine.groups.routes_changed(), audit]
+        )
 
     async def _resolve_route(self, request: ask.ResolveRoute) -> Any:
         check_topic(request.topic)
-        tenant = request.tenant or self._engine.tenant_for(request.topic)
+        tenant = request.tenant or self._engine.topics.tenant_for(request.topic)
         return self._engine.routes.resolve(request.topic, tenant)
 
     async def _list_schedules(self, request: ask.ListSchedules) -> list[Definition]:
@@ -364,13 +366,15 @@ class Administration:
             headers=request.headers, cron=request.cron, every_us=request.every_us,
         )  # fmt: skip
         definition = engine.state.schedule.recurring.put(wanted, engine.runtime.wall_us())
-        await engine.write_entries([RecurringPut(request.id, msgspec.msgpack.encode(definition))])
+        await engine.intake.write_entries(
+            [RecurringPut(request.id, msgspec.msgpack.encode(definition))]
+        )
         engine.timekeeper.wake()
         return definition
 
     async def _remove_schedule(self, request: ask.RemoveSchedule) -> None:
         self._engine.state.schedule.recurring.get(request.id)
-        await self._engine.write_entries([RecurringGone(request.id)])
+        await self._engine.intake.write_entries([RecurringGone(request.id)])
 
     async def _pressure(self, request: ask.Pressure) -> dict[str, Any]:
         engine = self._engine

@@ -150,7 +150,7 @@ class Graveyard:
 
         while True:
             try:
-                await self._engine.submit(drafts, when_taken=entries)
+                await self._engine.intake.submit(drafts, when_taken=entries)
                 break
             except Rejected as error:  # the disk is full: they stay doomed until there is room
                 await asyncio.sleep(error.retry_after_s)
@@ -265,7 +265,7 @@ class Graveyard:
             # Its return to the group goes into the same entry: a crash between two would lose it.
             return [*group.drain(), DeadReplayed(id), audit]
 
-        await self._engine.submit([], when_taken=entries)
+        await self._engine.intake.submit([], when_taken=entries)
         self._engine.dispatcher.touched(group)
 
     async def purge(self, ids: Sequence[str], actor: str, reason: str, confirm: str) -> Outcome:
@@ -277,7 +277,7 @@ class Graveyard:
                 with self._alone(id):
                     letter = self.find(id)
                     audit = self._audit(actor, "dlq.purge", letter, reason, "purged")
-                    await self._engine.submit([], entries=[DeadPurged(id), audit])
+                    await self._engine.intake.submit([], entries=[DeadPurged(id), audit])
                 outcome.done += 1
             except PenstockError as error:
                 outcome.failed(id, error)
@@ -312,14 +312,14 @@ class Graveyard:
                             {"status": "dead", "consumer": consumer, "topic": topic})  # fmt: skip
             return [dead, audit]
 
-        await self._engine.submit([draft], when_taken=entries)
+        await self._engine.intake.submit([draft], when_taken=entries)
         if group is not None:
             self._engine.dispatcher.touched(group)  # its key may go on
         return self.find(letter_id)
 
     async def _event_of(self, id: str, topic: str, payload: bytes | None) -> Event:
         if payload is not None:
-            batch = EventBatch.build(topic, [payload], tenant=self._engine.tenant_for(topic))
+            batch = EventBatch.build(topic, [payload], tenant=self._engine.topics.tenant_for(topic))
             batch.token_base = uuid.uuid5(uuid.NAMESPACE_OID, id).bytes
             return batch.event(0)
         place = MessageId.parse(id)

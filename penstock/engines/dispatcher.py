@@ -240,7 +240,11 @@ class Dispatcher:
 
     def _peek_keys(self, lane: Lane, start: int, count: int) -> Sequence[bytes | None] | None:
         batches = self._at_hand(lane, start, count)
-        return None if batches is None else list(chain.from_iterable(batch.keys() for batch in batches))
+        return (
+            None
+            if batches is None
+            else list(chain.from_iterable(batch.keys() for batch in batches))
+        )
 
     def _peek_priorities(self, lane: Lane, start: int, count: int) -> Sequence[int] | None:
         batches = self._at_hand(lane, start, count)

@@ -49,7 +49,7 @@ class Groups:
         self._readers.clear()
         if group.spec.mode == "log":
             started = self.logs[name] = LogGroup(
-                name, group, engine.log, engine.runtime, engine.write_entries
+                name, group, engine.log, engine.runtime, engine.intake.write_entries
             )
             return started
         machine = engine.dispatcher.add(name, group.spec, group.fence)
@@ -68,7 +68,7 @@ class Groups:
             check_pattern(pattern)
         present = engine.state.groups.get(name)
         if present is None:
-            await engine.submit([], when_taken=lambda _: self._create(name, spec))
+            await engine.intake.submit([], when_taken=lambda _: self._create(name, spec))
             return
         old = present.spec
         if (old.mode, old.order) != (spec.mode, spec.order):
@@ -78,7 +78,7 @@ class Groups:
                 group=name,
             )
         if old != msgspec.structs.replace(spec, start=old.start):
-            await engine.submit([], when_taken=lambda _: self._change(name, spec))
+            await engine.intake.submit([], when_taken=lambda _: self._change(name, spec))
 
     def _create(self, name: str, spec: GroupSpec) -> list[Entry]:
         engine = self._engine
@@ -115,7 +115,7 @@ class Groups:
     async def remove(self, name: str, extra: list[Entry]) -> None:
         """Forget a group."""
         self.known(name)
-        await self._engine.submit([], when_taken=lambda _: [*self._drop(name), *extra])
+        await self._engine.intake.submit([], when_taken=lambda _: [*self._drop(name), *extra])
 
     def _drop(self, name: str) -> list[Entry]:
         engine = self._engine
@@ -283,6 +283,6 @@ class Groups:
                     machine.reset(machine.lanes[place], offset)
             return [*written, *extra]
 
-        await self._engine.submit([], when_taken=entries)
+        await self._engine.intake.submit([], when_taken=entries)
         if machine is not None:
             self._engine.dispatcher.touched(machine)

@@ -120,7 +120,7 @@ class Housekeeper:
         closed = [
             JournalInput(base, end)
             for base, end in zip(bases, ends, strict=False)
-            if sealed_to <= base < end <= engine.audited_to()
+            if sealed_to <= base < end <= engine.audit.position
         ]
         engine.brake.backlog_bytes = sum(each.end - each.base for each in closed)
         return closed

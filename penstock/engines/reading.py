@@ -51,7 +51,9 @@ async def stored_batches(
             await asyncio.gather(ahead, return_exceptions=True)
 
 
-async def event_at(log: EventLog, runtime: Runtime, topic: str, partition: int, offset: int) -> Event:
+async def event_at(
+    log: EventLog, runtime: Runtime, topic: str, partition: int, offset: int
+) -> Event:
     """One stored event."""
     batches = await load(log, runtime, topic, partition, offset, 1)
     if not batches:

@@ -36,7 +36,6 @@ class Runtime:
         """Tell the time of this loop, on which the engine runs."""
         self.now = loop.time
 
-
     def entropy(self, count: int) -> bytes:
         """Random bytes."""
         return os.urandom(count)

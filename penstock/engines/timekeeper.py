@@ -100,14 +100,14 @@ class Timekeeper:
         engine = self._engine
         delayed = engine.state.schedule.delayed
         while offsets := delayed.due(engine.runtime.wall_us(), FIRE_CHUNK):
-            if max(offsets) >= engine.log.partition(SCHEDULED, 0).end:
-                await engine.flush()  # due at once: wait until it is committed itself
             try:
+                if max(offsets) >= engine.log.partition(SCHEDULED, 0).end:
+                    await engine.flush()  # due at once: wait until it is committed itself
                 events = [await engine.event_at(SCHEDULED, 0, offset) for offset in offsets]
                 drafts = [self._release(event) for event in events]
                 for draft in drafts:
-                    await engine.ensure_topic(draft.topic)
-                await engine.submit(drafts, entries=[Fired(offsets)])
+                    await engine.topics.ensure(draft.topic)
+                await engine.intake.submit(drafts, entries=[Fired(offsets)])
             except Rejected:
                 delayed.put_back(offsets)
                 raise
@@ -131,14 +131,14 @@ class Timekeeper:
     async def _fire_recurring(self) -> None:
         engine = self._engine
         for definition, due_us in engine.state.schedule.recurring.due(engine.runtime.wall_us()):
-            await engine.ensure_topic(definition.topic)
+            await engine.topics.ensure(definition.topic)
             draft = Draft(
                 definition.topic,
                 [definition.payload],
-                tenant=engine.tenant_for(definition.topic),
+                tenant=engine.topics.tenant_for(definition.topic),
                 codec=definition.codec,
             )
             draft.headers = [{**definition.headers, "penstock-schedule": definition.id}]
             draft.times_us = [due_us]
             put = RecurringPut(definition.id, msgspec.msgpack.encode(definition))
-            await engine.submit([draft], entries=[put])
+            await engine.intake.submit([draft], entries=[put])

@@ -101,7 +101,7 @@ def expired(
             if info.id not in chosen and not any(part.held for part in parts[info.id]):
                 chosen[info.id] = info
                 left -= info.size_bytes
-        held = sum(part.size_bytes for each in parts.values() for part in each if part.held)
+        held = sum(info.size_bytes for info in infos if any(part.held for part in parts[info.id]))
         shortage = max(shortage, min(left - folder.max_bytes, held), 0)
     kept = [info for number, info in chosen.items() if number in protected]
     freed = [info for number, info in sorted(chosen.items()) if number not in protected]

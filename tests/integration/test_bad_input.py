@@ -39,7 +39,8 @@ def python(code: str, *args: object, **options: Any) -> subprocess.Popen[str]:
 
 async def fill(path: Path, small: Any) -> None:
     """A folder with everything in it: segments, journal, snapshot, side file, routes, audit."""
-    async with penstock.connect(path, settings=small(journal__side_file_bytes=50_000)) as bus:
+    settings = small(journal__side_file_bytes=50_000, sealing__grace_s=0.0)
+    async with penstock.connect(path, settings=settings) as bus:
         await bus.publish_many("orders", [b"sealed %d" % n for n in range(50)])
         await bus.routes.put(penstock.Route("orders", "billing"))
         async with bus.subscribe("orders", group="billing") as sub:

@@ -183,12 +183,13 @@ def test_a_crash_at_any_step_of_sealing_loses_and_repeats_nothing(world) -> None
     async def seal(bus: penstock.Bus, here: Any, crash_after: int | None) -> None:
         await bus.publish_many("orders", [b"%d" % number for number in range(20)])
         await bus.publish("orders", b"once", idempotency_key="job-7")
-        for _ in range(4):
-            await bus.publish_many("filler", filler)
-        start = here.disk.operations
-        if crash_after is not None:
-            here.disk.crash_at(start + crash_after)
         engine: Any = bus.engine
+        async with engine.housekeeper._turn:  # no sealing before all is there
+            for _ in range(4):
+                await bus.publish_many("filler", filler)
+            start = here.disk.operations
+            if crash_after is not None:
+                here.disk.crash_at(start + crash_after)
         while engine.log.manifest.sealed_to < engine.journal.base:
             await engine.housekeeper.settle()
             await asyncio.sleep(0.1)

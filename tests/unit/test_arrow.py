@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.model.arrow import SCHEMA, batch_of_columns, from_arrow, split_runs, to_arrow
@@ -59,6 +59,7 @@ def test_there_and_back(batch: EventBatch) -> None:
     assert rows(from_arrow(record)) == rows(batch)
 
 
+@settings(max_examples=60)
 @given(batches(), st.data())
 def test_sliced_arrays_come_back_as_their_rows(batch: EventBatch, data) -> None:
     record, expected = to_arrow(batch), rows(batch)
@@ -71,6 +72,7 @@ def test_sliced_arrays_come_back_as_their_rows(batch: EventBatch, data) -> None:
         assert rows(EventBatch.decode(again.encode())) == expected
 
 
+@settings(max_examples=60)
 @given(batches(), st.data())
 def test_a_sliced_batch_is_valid_arrow(batch: EventBatch, data) -> None:
     start = data.draw(st.integers(0, batch.count - 1))
@@ -80,6 +82,7 @@ def test_a_sliced_batch_is_valid_arrow(batch: EventBatch, data) -> None:
     assert rows(from_arrow(record)) == rows(part)
 
 
+@settings(max_examples=40)
 @given(st.lists(batches(), min_size=1, max_size=4))
 def test_runs_are_cut_where_anything_but_the_offset_changes(made: list[EventBatch]) -> None:
     table = pa.Table.from_batches([to_arrow(batch) for batch in made]).unify_dictionaries()

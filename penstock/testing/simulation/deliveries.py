@@ -223,15 +223,17 @@ class GroupWatch:
         self.full = False
         self.members.clear()
         self._unflushed = []
-        if self.moving:
+        if self.moving:  # a reset with an unknown outcome: only what comes now can be judged
             self.forget()
+            self.floors = dict(self._oracle.ends)
         self.moving = 0
 
-    def crashed(self) -> None:
-        """The process died: settles of the last moment may be lost, older ones not."""
+    def ended(self, *, polite: bool) -> None:
+        """A life is over: after a crash, settles of the last moment may be lost, older ones not."""
         now = self._oracle.now()
         for track in self._unflushed:
-            if track.state == ACKED and not self.full and now - track.settled_at > ACK_WINDOW_S:
+            old = polite or now - track.settled_at > ACK_WINDOW_S
+            if track.state == ACKED and old and not self.full:
                 track.durable = True
 
     def forget(self) -> None:

@@ -158,8 +158,8 @@ class Oracle:
             sent.status = PENDING
             self.open[sent.number] = sent
 
-    def crashed(self) -> None:
-        """Whatever was under way has an unknown outcome now."""
+    def ended(self) -> None:
+        """A life is over: whatever was under way has an unknown outcome now."""
         for sent in self.open.values():
             sent.status = UNKNOWN
         for deal in self.deals:

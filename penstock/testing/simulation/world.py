@@ -151,10 +151,9 @@ class World:
         self.disk = troubles.next_disk(crashed)
         kill(self.loop)
         self.disk.clock = self.clock
-        if crashed:
-            self.oracle.crashed()
-            for watch in self.watches.values():
-                watch.crashed()
+        self.oracle.ended()
+        for watch in self.watches.values():
+            watch.ended(polite=not crashed and not self.sync_fails)
 
     # -- one life ------------------------------------------------------------------------------
 

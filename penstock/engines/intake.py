@@ -1,0 +1,242 @@
+"""Intake: from a draft to a submission, with every objection raised before anything is stored."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from penstock.core.admission import ADMITTED
+from penstock.core.entry import Entry
+from penstock.core.partition import partition_of, partitions_of
+from penstock.engines.engine import Draft, Transaction
+from penstock.engines.layout import MERGE_EVENTS, draft_bytes
+from penstock.engines.pending import Submission
+from penstock.engines.timekeeper import SCHEDULED
+from penstock.log.side import detach, write_side
+from penstock.model.errors import (
+    BusClosed,
+    DiskFull,
+    InvalidInput,
+    PayloadTooLarge,
+    UnknownTopic,
+)
+from penstock.model.event import Receipt
+
+if TYPE_CHECKING:
+    from penstock.engines.embedded import EmbeddedEngine
+
+
+class Intake:
+    """Takes drafts and entries in, and answers when they are durable."""
+
+    def __init__(self, engine: EmbeddedEngine) -> None:
+        self._engine = engine
+        self._rounds: dict[str, int] = {}
+
+    async def publish(self, draft: Draft) -> Receipt:
+        """Store events; durable when it returns."""
+        if draft.topic not in self._engine.state.topics:
+            await self._engine.topics.ensure(draft.topic)
+        size = await self._prepare(draft)
+        if draft.deliver_at_us is not None:
+            return await self._delay(draft, size)
+        self._admit(draft, size)
+        try:
+            parts = self._split(draft)
+            receipts: list[Receipt] = await self._submit(
+                [part for part, _ in parts], [at for _, at in parts], size, draft.tenant
+            )
+        finally:
+            self._engine.admission.ingress_done(draft.tenant, draft.count, size)
+        return receipts[0] if len(receipts) == 1 else _combined(draft, receipts)
+
+    async def _prepare(self, draft: Draft) -> int:
+        """Check sizes, lay large drafts out now, move huge payloads aside; returns the bytes."""
+        if not self._engine.is_open:
+            raise BusClosed("the bus is closed; nothing was stored. Connect again")
+        limit = self._engine.settings.limits.max_payload_bytes
+        if draft.count >= MERGE_EVENTS and draft.batch is None and draft.deliver_at_us is None:
+            draft.batch = draft.build()
+        if draft.batch is not None:
+            largest = draft.batch.payload_column.largest()
+        else:
+            largest = len(draft.payloads[0]) if draft.count == 1 else max(map(len, draft.payloads))
+        if largest > limit:
+            raise PayloadTooLarge(
+                f"a payload of {largest} bytes is over the limit of {limit}; nothing was stored. "
+                "Store it elsewhere and publish a reference, or raise limits.max_payload_bytes",
+                size_bytes=largest,
+                limit_bytes=limit,
+            )
+        single = draft.count == 1 and draft.tokens is None
+        if (
+            single
+            and largest >= self._engine.settings.journal.side_file_bytes
+            and draft.deliver_at_us is None
+        ):
+            await self._put_aside(draft)
+        elif draft.batch is not None:
+            self._engine.layout.compress(draft.batch)
+        return draft_bytes(draft)
+
+    async def _put_aside(self, draft: Draft) -> None:
+        batch = self._engine.layout.build_aside(draft)
+        path, payload = detach(batch)
+        try:
+            await self._engine.runtime.read(write_side, self._engine.disk, path, payload)
+        except OSError as error:
+            raise DiskFull(
+                f"no room for a payload of {len(payload)} bytes ({error.strerror}); nothing was "
+                "stored. Free some space; publishing resumes by itself",
+                retry_after_s=1.0,
+            ) from None
+        draft.batch = batch
+
+    def _admit(self, draft: Draft, size: int) -> None:
+        decision = self._engine.admission.admit(
+            draft.tenant, draft.topic, draft.count, size, self._engine.runtime.now(), "log"
+        )
+        if decision is not ADMITTED:
+            raise decision.error()
+        if self._engine.housekeeper.shortage_bytes:
+            self._engine.admission.ingress_done(draft.tenant, draft.count, size)
+            raise DiskFull(
+                "retention may not delete anything (write-once) and the size limit is reached; "
+                "nothing was stored. Raise retention.max_bytes or wait for events to age",
+                retry_after_s=60.0,
+            )
+
+    def _split(self, draft: Draft) -> list[tuple[Draft, int]]:
+        """One draft for each partition its keys fall into."""
+        count = self._engine.state.topics[draft.topic].partitions
+        if draft.partition is not None:
+            if not 0 <= draft.partition < count:
+                raise UnknownTopic(
+                    f"{draft.topic!r} has partitions 0 to {count - 1}, not {draft.partition}",
+                    topic=draft.topic,
+                )
+            return [(draft, draft.partition)]
+        if count == 1:
+            return [(draft, 0)]
+        fallback = self._rounds[draft.topic] = (self._rounds.get(draft.topic, -1) + 1) % count
+        keys = draft.keys if draft.batch is None else draft.batch.keys()
+        if keys is None or (draft.batch is not None and draft.batch.key_column is None):
+            return [(draft, fallback)]
+        if draft.count == 1:
+            return [(draft, fallback if keys[0] is None else partition_of(keys[0], count))]
+        return _by_partition(draft, partitions_of(keys, count, fallback).tolist())
+
+    async def _delay(self, draft: Draft, size: int) -> Receipt:
+        self._engine.state.schedule.delayed.check_room(draft.count)
+        await self._engine.topics.ensure(SCHEDULED)
+        stored, due_us = self._engine.timekeeper.hold_back(draft)
+        receipts: list[Receipt] = await self.submit(
+            [stored], when_taken=lambda receipts: self._engine.timekeeper.entries(receipts, due_us)
+        )
+        self._engine.timekeeper.wake()
+        first = receipts[0]
+        return Receipt(
+            draft.topic, 0, -1, draft.count, first.token, first.duplicate, scheduled=True
+        )
+
+    async def submit(
+        self,
+        drafts: Sequence[Draft],
+        *,
+        entries: Sequence[Entry] = (),
+        when_taken: Callable[[list[Receipt]], list[Entry]] | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> list[Receipt]:
+        """Write drafts and entries as one: all of it is durable when it returns, or none of it is."""
+        if not drafts and not entries and when_taken is None:
+            return []
+        parts: list[tuple[Draft, int]] = []
+        for draft in drafts:
+            await self._engine.topics.ensure(draft.topic)
+            parts += self._split(draft)
+        size = sum(draft_bytes(draft) for draft, _ in parts) + 1_024 * (1 + len(entries))
+        return await self._submit(
+            [part for part, _ in parts],
+            [at for _, at in parts],
+            size,
+            drafts[0].tenant if drafts else "",
+            list(entries),
+            when_taken,
+            check,
+        )
+
+    async def _submit(
+        self,
+        drafts: list[Draft],
+        partitions: list[int],
+        size: int,
+        tenant: str,
+        entries: list[Entry] | None = None,
+        when_taken: Callable[[list[Receipt]], list[Entry]] | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> list[Receipt]:
+        if drafts:
+            await self._engine.brake.wait(size)
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        submission = Submission(tenant, drafts, partitions, size, future)
+        if entries:
+            submission.entries = entries
+        submission.when_taken = when_taken
+        submission.check = check
+        receipts: list[Receipt] = await self._engine.commits.submit(submission)
+        return receipts
+
+    async def write_entries(self, entries: list[Entry]) -> None:
+        """Make entries durable."""
+        await self.submit([], entries=entries)
+
+    async def transact(self, transaction: Transaction) -> list[Receipt]:
+        """Publishes, acks and cursors in one journal entry."""
+        for draft in transaction.drafts:
+            await self._engine.topics.ensure(draft.topic)
+            await self._prepare(draft)
+
+        def check() -> None:
+            now = self._engine.runtime.now()
+            for each in transaction.acks:
+                handle = each.delivery
+                handle.group.check(handle.lease, each.index + handle.shift, now)
+            for feed in transaction.cursors:
+                feed.pending_commit()  # type: ignore[attr-defined]
+
+        def entries(_: list[Receipt]) -> list[Entry]:
+            now = self._engine.runtime.now()
+            written: list[Entry] = []
+            for each in transaction.acks:
+                handle = each.delivery
+                written.append(handle.group.ack_now(handle.lease, each.index + handle.shift, now))
+                self._engine.dispatcher.touched(handle.group)
+            for feed in transaction.cursors:
+                cursors = feed.pending_commit()  # type: ignore[attr-defined]
+                feed.committed(cursors)  # type: ignore[attr-defined]
+                written += cursors
+            return written
+
+        held = {(id(a.delivery.lease), a.index + a.delivery.shift) for a in transaction.acks}
+        if len(held) < len(transaction.acks):
+            raise InvalidInput("an event is acked twice in one transaction; nothing happened")
+        check()
+        return await self.submit(transaction.drafts, when_taken=entries, check=check)
+
+
+def _by_partition(draft: Draft, partitions: list[int]) -> list[tuple[Draft, int]]:
+    """Cut a draft into one for each partition, in order."""
+    groups: dict[int, list[int]] = {}
+    for index, partition in enumerate(partitions):
+        groups.setdefault(partition, []).append(index)
+    return [(draft.subset(indices), partition) for partition, indices in groups.items()]
+
+
+def _combined(draft: Draft, receipts: list[Receipt]) -> Receipt:
+    first = receipts[0]
+    everything = all(receipt.duplicate for receipt in receipts)
+    return Receipt(
+        draft.topic, first.partition, first.offset, draft.count, first.token, everything,
+        parts=tuple(receipts),
+    )  # fmt: skip

@@ -1,0 +1,82 @@
+"""Topics of an embedded engine: made on first use, forgotten when deleted, offsets never reused."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from penstock.core.entry import Entry, TopicPut, TopicSpec
+from penstock.model.errors import UnknownTopic
+from penstock.model.topic import is_system, tenant_of
+
+if TYPE_CHECKING:
+    from penstock.engines.embedded import EmbeddedEngine
+
+
+class Topics:
+    """Makes and forgets topics."""
+
+    def __init__(self, engine: EmbeddedEngine) -> None:
+        self._engine = engine
+        self._making: dict[str, asyncio.Future[None]] = {}
+
+    async def ensure(self, topic: str, spec: TopicSpec | None = None) -> None:
+        """Make a topic on first use."""
+        if topic in self._engine.state.topics:
+            return
+        if spec is None and not self._engine.settings.topics.auto_create and not is_system(topic):
+            raise UnknownTopic(
+                f"no topic {topic!r}, and topics.auto_create is off; create it first", topic=topic
+            )
+        while (others := self._making.get(topic)) is not None:
+            await asyncio.shield(others)
+            if topic in self._engine.state.topics:
+                return  # else whoever made it was cancelled or refused: it is our turn
+        making = self._making[topic] = asyncio.get_running_loop().create_future()
+        chosen = spec or TopicSpec(
+            partitions=1 if is_system(topic) else self._engine.settings.topics.partitions
+        )
+        try:
+            await self._engine.intake.submit([], when_taken=lambda _: self._make(topic, chosen))
+        finally:
+            del self._making[topic]
+            making.set_result(None)
+
+    def _make(self, topic: str, spec: TopicSpec) -> list[Entry]:
+        if topic in self._engine.state.topics:
+            return []
+        ends = self._engine.state.deleted.get(topic, ())
+        spec = msgspec.structs.replace(spec, floors=ends)
+        self._engine.state.topics[topic] = spec
+        self.set_floors(topic, spec)
+        return [TopicPut(topic, spec), *self._engine.groups.topic_made(topic, 0, spec.partitions)]
+
+    def set_floors(self, topic: str, spec: TopicSpec) -> None:
+        """Never give out the offsets of a deleted topic of the same name."""
+        for partition, floor in enumerate(spec.floors):
+            log = self._engine.log.partition(topic, partition)
+            log.floor = floor
+            log.end, log.next = max(log.end, floor), max(log.next, floor)
+
+    def ends(self, topic: str) -> list[int]:
+        """The next offset of each partition."""
+        count = self._engine.state.topics[topic].partitions
+        return [self._engine.log.partition(topic, partition).next for partition in range(count)]
+
+    def forget(self, topic: str) -> None:
+        """A topic is being deleted: nobody reads it any more."""
+        for partition in range(self._engine.state.topics[topic].partitions):
+            for group in self._engine.dispatcher.groups.values():
+                lane = group.lanes.get((topic, partition))
+                if lane is not None:
+                    group.reset(lane, lane.end)
+                    del group.lanes[topic, partition]
+        self._engine.log.drop_topic(topic)
+        self._engine.fold.dedup.pop(topic, None)
+        self._engine.groups.topic_gone(topic)
+
+    def tenant_for(self, topic: str) -> str:
+        """The tenant of an event that no identity speaks for."""
+        return tenant_of(topic) or self._engine.settings.identity.tenant
