@@ -10,22 +10,24 @@ from datetime import datetime
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from penstock.bus.desk import Audit, DeadLetters, Groups, Routes, Schedules, Topics, When
-from penstock.bus.handler import CORRELATION, REPLY_TO, Handler
-from penstock.bus.publishing import Drafting, Key, Times, when_us
+from penstock.bus.desk import Audit, DeadLetters, Groups, Routes, Schedules, Topics
+from penstock.bus.handler import Handler
+from penstock.bus.publishing import Drafting, Key, Times, When, when_us
+from penstock.bus.replaying import Window, replay_batches
+from penstock.bus.requests import Requests
 from penstock.bus.subscription import Subscription
 from penstock.bus.transaction import Transaction
 from penstock.core.assignment import Strategy
-from penstock.core.entry import GroupSpec, TopicSpec
+from penstock.core.entry import GroupSpec
 from penstock.core.retry import Retry
 from penstock.core.schedule import parse_when
 from penstock.engines import request as ask
 from penstock.engines.engine import Draft, Engine, Request, Subscribe
 from penstock.model.batch import EventBatch
-from penstock.model.errors import BusClosed, InvalidInput, RequestTimedOut, Unsupported
+from penstock.model.errors import BusClosed, InvalidInput, Unsupported
 from penstock.model.event import Event, Identity, Receipt
 from penstock.model.settings import Settings
-from penstock.model.topic import check_pattern, is_system, is_wildcard, matches
+from penstock.model.topic import check_pattern
 
 F = TypeVar("F", bound=Callable[..., Any])
 MODES = ("queue", "log")
@@ -59,13 +61,10 @@ class Bus:
         self.audit = Audit(self)
         self.routes = Routes(self)
         self.schedules = Schedules(self)
-        self._drafting = Drafting(settings, identity)
+        self.drafting = Drafting(settings, identity)
         self._handlers: list[Handler] = []
         self._state = "new"
-        self._inbox: Subscription | None = None
-        self._inbox_topic = f"_inbox.{uuid.uuid4().hex}"
-        self._replies: dict[str, asyncio.Future[Event]] = {}
-        self._reply_task: asyncio.Task[None] | None = None
+        self._requests = Requests(self)
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -86,9 +85,7 @@ class Bus:
             return
         for handler in self._handlers:
             await handler.stop()
-        if self._reply_task is not None:
-            self._reply_task.cancel()
-            await asyncio.gather(self._reply_task, return_exceptions=True)
+        await self._requests.close()
         self._state = "closed"
         await self.engine.close()
 
@@ -174,7 +171,7 @@ class Bus:
         partition: int | None = None,
     ) -> Draft:
         """What `publish` hands to the engine; for engines, transactions and tests."""
-        draft = self._drafting.one(
+        draft = self.drafting.one(
             topic, value, key=key, headers=headers, token=token, idempotency_key=idempotency_key,
             event_time=event_time, expires_us=self._expires(ttl_s), priority=priority, codec=codec,
         )  # fmt: skip
@@ -246,7 +243,7 @@ class Bus:
         partition: int | None = None,
     ) -> Draft:
         """What `publish_many` hands to the engine."""
-        draft = self._drafting.many(
+        draft = self.drafting.many(
             topic, values, keys=keys, headers=headers, tokens=tokens,
             idempotency_keys=idempotency_keys, event_times=event_times,
             expires_us=self._expires(ttl_s), priorities=priorities, codec=codec,
@@ -427,48 +424,9 @@ class Bus:
     ) -> AsyncIterator[EventBatch]:
         """The same as whole batches."""
         self._check_open()
-        check_pattern(pattern)
-        if since is not None or until is not None:
-            self.need("time-replay")
-        if (since is not None and from_offset is not None) or (
-            until is not None and to_offset is not None
-        ):
-            raise InvalidInput("give a time or an offset for each end, not both")
-        await self.ask(ask.AdmitReplay(self.identity.tenant))
-        for info in await self._matching(pattern):
-            for each in info.partitions:
-                if partition is not None and each.partition != partition:
-                    continue
-                start, stop = await self._range(
-                    info.name, each, since, until, from_offset, to_offset
-                )
-                async for batch in self.engine.read(info.name, each.partition, start, stop):
-                    yield batch
-
-    async def _matching(self, pattern: str) -> list[Any]:
-        if not is_wildcard(pattern):
-            return [await self.topics.info(pattern)]
-        topics = await self.topics.list(system=is_system(pattern))
-        return [topic for topic in topics if matches(pattern, topic.name)]
-
-    async def _range(
-        self,
-        topic: str,
-        part: Any,
-        since: When | None,
-        until: When | None,
-        first: int | None,
-        last: int | None,
-    ) -> tuple[int, int]:
-        start, stop = part.first_offset if first is None else first, part.end_offset
-        if last is not None:
-            stop = min(stop, last)
-        now_us = self.wall_us()
-        if since is not None:
-            start = await self.ask(ask.FindOffset(topic, part.partition, when_us(since, now_us)))
-        if until is not None:
-            stop = await self.ask(ask.FindOffset(topic, part.partition, when_us(until, now_us)))
-        return start, stop
+        window = Window(since, until, from_offset, to_offset, partition)
+        async for batch in replay_batches(self, pattern, window):
+            yield batch
 
     # -- request and reply -----------------------------------------------------------------------
 
@@ -485,65 +443,11 @@ class Bus:
         """Publish a request and wait for what its handler returns."""
         self._check_open()
         self.need("request-reply")
-        await self._open_inbox()
-        correlation = uuid.uuid4().hex
-        answer: asyncio.Future[Event] = asyncio.get_running_loop().create_future()
-        self._replies[correlation] = answer
-        labelled = {**(headers or {}), REPLY_TO: self._inbox_topic, CORRELATION: correlation}
-        try:
-            await self.publish(
-                topic,
-                value,
-                key=key,
-                headers=labelled,
-                ttl_s=timeout_s if "ttl" in self.capabilities else None,
-            )
-            async with asyncio.timeout(timeout_s):
-                event = await answer
-        except TimeoutError:
-            raise RequestTimedOut(
-                f"nobody answered the request on {topic!r} within {timeout_s} s. Is a handler "
-                "subscribed? It may still run: make it idempotent",
-                topic=topic,
-                timeout_s=timeout_s,
-            ) from None
-        finally:
-            del self._replies[correlation]
-        return event.value(type)
-
-    async def _open_inbox(self) -> None:
-        if self._reply_task is None:
-            self._reply_task = asyncio.create_task(self._take_replies(), name="penstock-replies")
-            self._inbox_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        await asyncio.shield(self._inbox_ready)
-
-    async def _take_replies(self) -> None:
-        try:
-            await self.engine.ask(ask.CreateTopic(self._inbox_topic, TopicSpec(ephemeral=True)))
-            async with self.subscribe(self._inbox_topic, mode="log", start="earliest") as inbox:
-                self._inbox_ready.set_result(None)
-                async for event in inbox:
-                    waiting = self._replies.get(event.headers.get(CORRELATION, ""))
-                    if waiting is not None and not waiting.done():
-                        waiting.set_result(event)
-        except BaseException as error:
-            if not self._inbox_ready.done():
-                self._inbox_ready.set_exception(error)
-            raise
+        return await self._requests.ask(topic, value, timeout_s, type, headers, key)
 
     async def reply(self, request: Event, value: Any) -> None:
         """Answer a request; handlers do this with what they return."""
-        target = request.headers.get(REPLY_TO)
-        if target is None:
-            raise InvalidInput(
-                f"{request.id} is no request: it has no reply address", id=str(request.id)
-            )
-        draft = self._drafting.one(
-            target, value, key=None, headers={CORRELATION: request.headers.get(CORRELATION, "")},
-            token=None, idempotency_key=None, event_time=None, expires_us=None, priority=0,
-            codec=None, system=True,
-        )  # fmt: skip
-        await self.engine.publish(draft)
+        await self._requests.answer(request, value)
 
 
 def _check_group(name: str, alone: bool) -> None:

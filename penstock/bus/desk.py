@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from penstock.bus.publishing import when_us
+from penstock.bus.publishing import When, when_us
 from penstock.core.catalogue import Route
 from penstock.core.entry import TopicSpec
 from penstock.core.schedule import parse_every
@@ -16,7 +15,6 @@ from penstock.model.codec import codecs
 if TYPE_CHECKING:
     from penstock.bus.bus import Bus
 
-When = datetime | str | float | int
 # Desks have a method `list`, which would hide the type in their annotations.
 Rows = list[Any]
 RouteRows = list[Route]

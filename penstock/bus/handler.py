@@ -210,7 +210,9 @@ class Handler:
 
     @staticmethod
     def _settle(
-        settle: Callable[[Event, BaseException | None], None], event: Event, error: BaseException | None
+        settle: Callable[[Event, BaseException | None], None],
+        event: Event,
+        error: BaseException | None,
     ) -> None:
         try:
             settle(event, error)

@@ -18,6 +18,7 @@ from penstock.model.topic import check_topic, tenant_of
 
 Key = bytes | str | None
 Times = datetime | int | None
+When = datetime | str | float | int
 MAX_PRIORITY = 9
 
 
@@ -157,7 +158,9 @@ class Drafting:
 
     def _check_headers(self, headers: Mapping[str, str]) -> None:
         if not isinstance(headers, Mapping):
-            raise InvalidHeaders(f"headers are a mapping of text to text, not {type(headers).__name__}")
+            raise InvalidHeaders(
+                f"headers are a mapping of text to text, not {type(headers).__name__}"
+            )
         size = 0
         for name, text in headers.items():
             if not isinstance(name, str) or not isinstance(text, str):
@@ -219,7 +222,7 @@ def _as_table(values: Any) -> Any:
     )
 
 
-def when_us(value: datetime | str | float | int, now_us: int) -> int:
+def when_us(value: When, now_us: int) -> int:
     """A point in time: a datetime, ISO text, epoch seconds, or how long ago ("2h")."""
     from penstock.core.schedule import parse_duration
 

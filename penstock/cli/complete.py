@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import click
 
 
-PATIENCE_S = 0.8  # a shell that hangs on Tab is worse than one that offers nothing
+PATIENCE_S = 2.0  # a shell that hangs on Tab is worse than one that offers nothing
 
 
 def complete_topic(
@@ -35,11 +35,11 @@ def _names(context: click.Context, kind: str, incomplete: str) -> list[str]:
         return []
 
     async def ask() -> list[str]:
-        import penstock
+        from penstock import connect  # takes its time, which is not the folder's fault
 
         async with (
             asyncio.timeout(PATIENCE_S),
-            penstock.connect(read_only(invocation.url), settings=invocation.settings()) as bus,
+            connect(read_only(invocation.url), settings=invocation.settings()) as bus,
         ):
             catalogue: Any = getattr(bus, kind)
             return [each.name for each in await catalogue.list()]

@@ -181,9 +181,12 @@ class Dispatcher:
     ) -> None:
         lane, stop = lease.lane, lease.start + lease.count
         while offset < stop:
-            sources = self._log.plan(lane.topic, lane.partition, offset, stop - offset)
             try:
+                sources = self._log.plan(lane.topic, lane.partition, offset, stop - offset)
                 batches = await self._runtime.read(self._log.load, sources, offset, stop - offset)
+            except OffsetExpired as error:
+                self._expired(group, lease, error)
+                return
             except PenstockError as error:
                 inbox.stop(error)
                 return
@@ -232,7 +235,10 @@ class Dispatcher:
     # -- looking ahead -------------------------------------------------------------------------
 
     def _at_hand(self, lane: Lane, start: int, count: int) -> list[EventBatch] | None:
-        sources = self._log.plan(lane.topic, lane.partition, start, count)
+        try:
+            sources = self._log.plan(lane.topic, lane.partition, start, count)
+        except OffsetExpired:
+            return None  # `_load_for` sees what is left
         if not all(isinstance(source, InMemory) for source in sources):
             return None
         batches = self._log.load(sources, start, count)
@@ -267,8 +273,18 @@ class Dispatcher:
         priorities: list[int] = []
         offset, stop = run.start, run.start + run.count
         while offset < stop:
-            sources = self._log.plan(run.lane.topic, run.lane.partition, offset, stop - offset)
-            batches = await self._runtime.read(self._log.load, sources, offset, stop - offset)
+            try:
+                sources = self._log.plan(run.lane.topic, run.lane.partition, offset, stop - offset)
+                batches = await self._runtime.read(self._log.load, sources, offset, stop - offset)
+            except OffsetExpired as error:  # retention overtook the group: `_expired` will see
+                gone = min(stop, max(error.first_offset, offset + 1)) - offset
+                keys += [None] * gone
+                priorities += [0] * gone
+                offset += gone
+                continue
+            except PenstockError as error:
+                self._stop_all(group, error)
+                return
             for batch in batches:
                 keys += batch.keys()
                 priorities += (
@@ -282,6 +298,11 @@ class Dispatcher:
         group.loaded()
         group.peek_keys, group.peek_priorities = self._peek_keys, self._peek_priorities
         self.pump(group)
+
+    def _stop_all(self, group: QueueGroup, error: PenstockError) -> None:
+        for (name, _), inbox in self._inboxes.items():
+            if name == group.name:
+                inbox.stop(error)
 
     def _spawn(self, work: object) -> None:
         task = asyncio.ensure_future(work)  # type: ignore[call-overload]

@@ -177,9 +177,11 @@ class EventLog:
     def bounds(self, topic: str, partition: int) -> tuple[int, int]:
         """The first offset still there, and the one behind the last."""
         log = self.partition(topic, partition)
-        sealed = self.manifest.ranges(topic, partition)
-        unsealed = log.bases[0] if log.bases else log.end
-        first = sealed[0][1].first_offset if sealed else unsealed
+        first = log.bases[0] if log.bases else log.end
+        for _, stretch in reversed(self.manifest.ranges(topic, partition)):
+            if stretch.last_offset + 1 < first:
+                break  # retention took what was between; older events in a shared file are gone too
+            first = min(first, stretch.first_offset)
         return max(first, log.floor), log.end
 
     def plan(self, topic: str, partition: int, offset: int, limit: int) -> list[Source]:
@@ -189,9 +191,9 @@ class EventLog:
             return []
         if log.bases and offset >= max(log.bases[0], log.floor):
             return self._plan_journal(log, offset, limit)
-        found = self.manifest.find(topic, partition, offset) if offset >= log.floor else None
+        first, end = self.bounds(topic, partition)
+        found = self.manifest.find(topic, partition, offset) if offset >= first else None
         if found is None:
-            first, end = self.bounds(topic, partition)
             raise OffsetExpired(
                 f"{topic}/{partition}/{offset} is gone: retention kept {first} to {end - 1}. Start "
                 f"at {first}, or keep events longer",

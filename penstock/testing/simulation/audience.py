@@ -84,9 +84,9 @@ class Checks:
         for worker in workers:
             worker.cancel()
         await asyncio.gather(*workers, return_exceptions=True)
-        await self._all_settled()
         for topic in world.plan.topics:
             await self._read_topic(topic, everything=True)
+        await self._all_settled()
         self._all_delayed_came()
         await self._audit()
         await self._tidy()

@@ -7,7 +7,7 @@ before a crash may come again, always with a higher attempt number.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from penstock.model.errors import AlreadySettled, DeliveryError, Fenced, LeaseExpired
@@ -84,6 +84,8 @@ class GroupWatch:
         self.members: dict[str, float] = {}
         self.touched: set[At] = set()
         """Events that operators gave back, purged or took away: out of their order."""
+        self.first_of: Callable[[tuple[str, int]], int] = lambda place: 0
+        """What retention has left of a partition."""
         self._oracle = oracle
         self._flying: dict[tuple[str, int, bytes], dict[int, Held]] = {}
         self._firsts: dict[tuple[str, int, bytes], int] = {}
@@ -138,7 +140,7 @@ class GroupWatch:
     def _judge_key(self, at: At, key: bytes, track: Track, now: float) -> None:
         slot = (at[0], at[1], key)
         for offset, held in self._flying.get(slot, {}).items():
-            if offset == at[2] or held.track.state != OPEN:
+            if offset == at[2] or held.track.state != OPEN or offset < self.first_of(at[:2]):
                 continue
             if held.life == self.life and held.open and now < held.earliest:
                 self._fail("key-order", at, f"{offset} of the same key is in flight")

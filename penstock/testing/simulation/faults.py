@@ -38,7 +38,7 @@ class Troubles:
         self.ending = ending
         self.rng = Random(world.rng.random())
         self.counts = world.oracle.counts
-        self._closed = False
+        self.closed = False
 
     def before_open(self) -> None:
         """Arrange what may already strike while the folder is opened."""
@@ -80,6 +80,7 @@ class Troubles:
     async def _until(self, steps: int) -> None:
         while self.world.oracle.steps < steps:
             await asyncio.sleep(0.02)
+            self.world.check_hangs()
 
     async def _full(self) -> None:
         """The disk has no room for a while."""
@@ -92,6 +93,7 @@ class Troubles:
         disk.capacity_bytes = None
         self.counts["full_episode"] += 1
         world.oracle.note("disk has room")
+        world.calls.clear()  # they had to wait; only what is asked from now on is judged
         await asyncio.sleep(1.3)
 
     async def _failed_sync(self) -> None:
@@ -130,7 +132,7 @@ class Troubles:
             world.oracle.note("close", error.code)
         except PenstockError:
             raise
-        self._closed = True
+        self.closed = True
         world.oracle.note("closed")
 
     def next_disk(self, crashed: bool) -> SimDisk:

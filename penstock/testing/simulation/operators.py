@@ -14,7 +14,6 @@ from penstock.model.errors import (
     InvalidInput,
     NotFound,
     OffsetExpired,
-    PenstockError,
     Refused,
     Rejected,
     WriterFailed,
@@ -130,8 +129,7 @@ class Operator:
 
     async def _create(self) -> None:
         name = f"extra.n{self.rng.randrange(1000)}"
-        if await self._ask(ask.CreateTopic(name, TopicSpec(partitions=self.rng.randint(1, 3)))):
-            self.world.plan_extra(name)
+        await self._ask(ask.CreateTopic(name, TopicSpec(partitions=self.rng.randint(1, 3))))
 
     async def _look(self) -> None:
         await self._ask(ask.ListGroups())
@@ -175,11 +173,3 @@ class Follower:
             async for batch in engine.read(topic, partition, start, None):
                 self.oracle.read(batch)
         self.oracle.note("follow", topic)
-
-
-def errors_of(error: BaseException) -> str:
-    """What an unexpected error says, for a finding."""
-    return f"{type(error).__name__}: {error}"
-
-
-__all__ = ["Follower", "Operator", "PenstockError", "errors_of"]

@@ -169,6 +169,8 @@ class Producer:
     async def _settle(self, sents: list[Sent], call: Awaitable[Receipt | None], kind: str) -> Receipt | None:
         receipt: Receipt | None = None
         result = "ok"
+        name = f"{kind} {sents[0].number if sents else self.oracle.steps}"
+        self.world.calls[name] = self.oracle.now()
         try:
             receipt = await call
         except (Rejected, BusClosed) as error:
@@ -194,5 +196,6 @@ class Producer:
             for sent in sents:
                 if sent.token and not sent.due_us and len(self.world.tokens) < 2_000:
                     self.world.tokens.append(sent)
+        self.world.calls.pop(name, None)
         self.oracle.note(kind, f"{sents[0].number}+{len(sents)} {sents[0].topic} {sents[0].place} {result}")
         return receipt

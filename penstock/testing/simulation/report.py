@@ -1,14 +1,18 @@
-"""What a run found, and how it is told."""
+"""What the simulator found, and how it is told: one seed, many seeds, all mutants."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
 import pyarrow
 
+from penstock.testing.simulation.mutants import MUTANTS, Mutant, named
 from penstock.testing.simulation.oracle import Finding
 from penstock.testing.simulation.plan import Plan
 from penstock.testing.simulation.world import World
@@ -22,18 +26,38 @@ class Report:
     operations: int
     crashes: int
     trace: str
+    """A hash of everything that happened: the same for the same seed, always."""
     seconds: float
     invariant: str | None = None
     detail: str = ""
     recent: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
 
+    def __str__(self) -> str:
+        if self.invariant is None:
+            return (
+                f"seed {self.seed}: {self.operations:,} operations, {self.crashes} crashes, "
+                f"{self.seconds:.1f} s, trace {self.trace[:12]}"
+            )
+        last = "\n".join(f"    {line}" for line in self.recent[-30:])
+        return (
+            f"FINDING seed {self.seed}, step {self.operations}, invariant {self.invariant}: "
+            f"{self.detail}\n  the last operations:\n{last}\n"
+            f"  replay: python -m penstock.testing.simulation --seed {self.seed}"
+        )
+
 
 def run(
     seed: int, *, plan: Plan | None = None, verbose: Callable[[str], None] | None = None
 ) -> Report:
-    """Simulate one seed; the same seed gives the same trace, always."""
-    started = time.perf_counter()
+    """Simulate one seed.
+
+    >>> from penstock.testing.simulation.plan import shrunk
+    >>> report = run(3, plan=shrunk(Plan.draw(3), operations=200, crashes=1))
+    >>> report.invariant is None, report.operations >= 200
+    (True, True)
+    """
+    started = time.process_time()
     pyarrow.set_cpu_count(1)  # threads of its own cost more than they bring, on files this small
     world = World(plan or Plan.draw(seed), verbose)
     invariant, detail = None, ""
@@ -42,8 +66,38 @@ def run(
     except Finding as finding:
         invariant, detail = finding.invariant, finding.detail
     counts = Counter(world.oracle.counts)
-    counts.update({f"disk_{kind}": count for kind, count in world.disk.counts.items()})
+    counts.update({f"disk {kind}": count for kind, count in world.disk.counts.items()})
     return Report(
         seed, world.oracle.steps, world.crashes, world.oracle.trace(),
-        time.perf_counter() - started, invariant, detail, list(world.oracle.recent), counts,
+        time.process_time() - started, invariant, detail, list(world.oracle.recent), counts,
     )  # fmt: skip
+
+
+def hunt(name: str) -> tuple[str, Report | None, int]:
+    """Run seeds with one mutant alive until it is found; says by what and after how many seeds."""
+    mutant = named(name)
+    for seed in range(1, mutant.within + 1):
+        with mutant.alive():
+            report = run(seed)
+        if report.invariant is not None:
+            return name, report, seed
+    return name, None, mutant.within
+
+
+def _pool(jobs: int) -> ProcessPoolExecutor:
+    os.environ.setdefault("PYTHONHASHSEED", "0")
+    return ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
+
+
+def run_many(first: int, count: int, jobs: int) -> Iterator[Report]:
+    """Simulate many seeds, each in one of `jobs` processes."""
+    with _pool(jobs) as pool:
+        yield from pool.map(run, range(first, first + count))
+
+
+def hunt_all(jobs: int, only: str | None = None) -> Iterator[tuple[Mutant, Report | None, int]]:
+    """Hunt every mutant."""
+    chosen = [mutant.name for mutant in MUTANTS if only in (None, mutant.name)]
+    with _pool(jobs) as pool:
+        for name, report, seeds in pool.map(hunt, chosen):
+            yield named(name), report, seeds

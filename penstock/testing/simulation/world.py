@@ -8,6 +8,7 @@ close. Time, threads, disk and randomness come from the seed, so a seed is a fai
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -22,6 +23,7 @@ from penstock.testing.sim_loop import EPOCH_US, SimClock, SimDeadlock, SimLoop, 
 from penstock.testing.simulation.audience import Checks
 from penstock.testing.simulation.consumers import Consumer, Reader
 from penstock.testing.simulation.cursors import CursorWatch
+from penstock.testing.simulation.damage import Damage
 from penstock.testing.simulation.deliveries import GroupWatch
 from penstock.testing.simulation.faults import Ending, Troubles
 from penstock.testing.simulation.operators import Follower, Operator
@@ -29,6 +31,8 @@ from penstock.testing.simulation.oracle import ABSENT, Finding, Oracle, Sent
 from penstock.testing.simulation.plan import Plan
 from penstock.testing.simulation.producers import Producer
 
+DAMAGE_SHARE = 0.5  # of the closed folders are damaged, on a copy, and looked at
+HANG_S = 8.0  # a publish takes milliseconds, and a slow disk seconds
 MAX_LIVES = 400  # a seed that needs more is not getting anywhere
 
 
@@ -73,6 +77,9 @@ class World:
         self.oracle.now = lambda: self.loop.time()
         self.watches = {g.name: GroupWatch(g, self.oracle) for g in plan.groups if g.mode == "queue"}
         self.cursors = {g.name: CursorWatch(g, self.oracle) for g in plan.groups if g.mode == "log"}
+        if plan.retention_s is not None:
+            for watch in self.watches.values():
+                watch.first_of = lambda place: self.engine.log.bounds(*place)[0]
         self.life = 0
         self.crashes = 0
         self.pause_s = 0.01
@@ -85,14 +92,21 @@ class World:
         self.tokens: list[Sent] = []
         self.delayed: list[Sent] = []
         self.audit: dict[str, str] = {}
+        """What became of each operator's action."""
+        self.calls: dict[str, float] = {}
+        """Publishes that have not returned, and since when."""
         self.checks = Checks(self)
         self._stray: str | None = None
 
     def _halt(self, error: BaseException) -> None:
         self.loop.halt(error)
 
-    def plan_extra(self, name: str) -> None:
-        """A topic was made on the way; nothing is published to it."""
+    def check_hangs(self) -> None:
+        """A call that neither returns nor fails is a finding."""
+        limit = self.oracle.now() - HANG_S
+        for what, since in self.calls.items():
+            if since < limit:
+                self.oracle.fail("hang", f"{what} waits since {since}")
 
     def runtime(self) -> SimRuntime:
         """Threads, clock and dice for one engine."""
@@ -117,6 +131,7 @@ class World:
         self.disk.on_power_off = self.loop.halt
         self.oracle.note("life", f"{self.life} {ending.kind}")
         self.dead_writer = self.sync_fails = False
+        self.calls.clear()
         self.pause_s = self.rng.choice((0.01, 0.03, 0.1))
         for watch in self.watches.values():
             watch.began(self.life)
@@ -142,7 +157,8 @@ class World:
         error = context.get("exception")
         if isinstance(error, Finding | SimCrash | BusClosed) or self._stray is not None:
             return
-        self._stray = f"{context.get('message')}: {error!r}"
+        where = traceback.format_exception(error)[-3:] if error is not None else []
+        self._stray = f"{context.get('message')}: {error!r} {''.join(where)}"
         self.loop.halt(Finding("stray-error", self._stray))
 
     def _end(self, troubles: Troubles, crashed: bool) -> None:
@@ -151,6 +167,9 @@ class World:
         self.disk = troubles.next_disk(crashed)
         kill(self.loop)
         self.disk.clock = self.clock
+        closed = not crashed and not self.sync_fails and troubles.closed
+        if closed and self.rng.random() < DAMAGE_SHARE:
+            Damage(self, Random(self.rng.random())).strike()
         self.oracle.ended()
         for watch in self.watches.values():
             watch.ended(polite=not crashed and not self.sync_fails)
@@ -177,7 +196,7 @@ class World:
                 await self.bus.topics.create(topic, partitions=partitions)
         if troubles.ending.kind == "rest":
             await self.checks.at_rest()
-            await self.bus.close()
+            await troubles.close()
             return
         tasks = [asyncio.ensure_future(self._guard(actor.run())) for actor in self._actors()]
         await troubles.run()
@@ -203,4 +222,5 @@ class World:
         except (asyncio.CancelledError, Finding):
             raise
         except Exception as error:
-            self.oracle.fail("unexpected-error", f"{type(error).__name__}: {error}")
+            where = "".join(traceback.format_exception(error)[-3:])
+            self.oracle.fail("unexpected-error", f"{type(error).__name__}: {error} {where}")
