@@ -15,6 +15,8 @@ from penstock.model.settings import MIB, Settings
 
 # Nothing outlives the process, so small files that are reclaimed early are better than large ones.
 FILE_BYTES = 16 * MIB
+# Long enough for a read that was planned just before its file was replaced.
+GRACE_S = 1.0
 
 
 class MemoryEngine(EmbeddedEngine):
@@ -27,11 +29,11 @@ class MemoryEngine(EmbeddedEngine):
 
 
 def in_memory(settings: Settings) -> Settings:
-    """The settings that make sense without a disk: no syncs, no extra process, no grace."""
+    """The settings that make sense without a disk: no syncs, no extra process, little grace."""
     replace = msgspec.structs.replace
     return replace(
         settings,
         durability=replace(settings.durability, fsync="never"),
         journal=replace(settings.journal, file_bytes=min(settings.journal.file_bytes, FILE_BYTES)),
-        sealing=replace(settings.sealing, process=False, grace_s=0.0),
+        sealing=replace(settings.sealing, process=False, grace_s=min(settings.sealing.grace_s, GRACE_S)),
     )

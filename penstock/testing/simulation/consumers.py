@@ -16,7 +16,7 @@ from penstock.model.errors import (
     Rejected,
     WriterFailed,
 )
-from penstock.testing.simulation.deliveries import ACKED, DEAD, MAYBE, OPEN, GroupWatch, Held
+from penstock.testing.simulation.deliveries import ACKED, DEAD, OPEN, GroupWatch, Held
 from penstock.testing.simulation.oracle import ABSENT, STORED, Deal
 
 if TYPE_CHECKING:
@@ -162,21 +162,19 @@ class Consumer:
                 tx.publish(topic, sent.payload)
                 self.oracle.deals.append(deal)
                 for each in deal.acks:
-                    each.track.state = MAYBE
+                    each.in_doubt()
         except DeliveryError as error:
             deal.status = ABSENT
             self.oracle.settle(deal.sent, "refused")
             for each in deal.acks:
-                if each.track.state == MAYBE:
-                    each.track.state = OPEN
+                each.decided(acked=False)
             self.oracle.note("tx refused", f"{held.at} {error.code}")
             return
         except (Rejected, BusClosed):
             deal.status = ABSENT
             self.oracle.settle(deal.sent, "refused")
             for each in deal.acks:
-                if each.track.state == MAYBE:
-                    each.track.state = OPEN
+                each.decided(acked=False)
             return
         except WriterFailed:
             deal.status = "unknown"

@@ -61,8 +61,13 @@ class Held:
         self.earliest = 0.0
         self.open = True
 
+    def in_doubt(self) -> None:
+        """It is to be acked in a transaction; somebody else may have settled it already."""
+        if self.track.state == OPEN:
+            self.track.state = MAYBE
+
     def decided(self, *, acked: bool) -> None:
-        """The transaction this was to be acked in is found to have happened, or not."""
+        """The transaction this was to be acked in has happened, or not."""
         if self.track.state == MAYBE:
             self.track.state, self.track.durable = (ACKED, True) if acked else (OPEN, False)
 
