@@ -191,6 +191,8 @@ class QueueGroup:
 
     def again(self, lane: Lane, offset: int, now: float) -> None:
         """A dead letter comes back with a fresh budget."""
+        if offset >= lane.cursor or any(_holds(run, lane, offset) for run in self._unsettled()):
+            return  # a reset has brought it back already
         run = Run(lane, offset, 1, 0)
         if self._gate is None:
             self._again(run, now, 0.0)

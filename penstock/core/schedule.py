@@ -164,6 +164,10 @@ class Delayed:
         self._firing.update((offset, int(due_us)) for due_us, offset in popped)
         return [offset for _, offset in popped]
 
+    def lowest(self) -> int | None:
+        """The lowest offset that waits: from there on the log must keep what is delayed."""
+        return min((offset for offset, _ in self.snapshot()), default=None)
+
     def put_back(self, offsets: Iterable[int]) -> None:
         """These could not be delivered now: they stay due."""
         for offset in offsets:

@@ -168,6 +168,7 @@ class EmbeddedEngine:
         try:
             await self.graveyard.settled()
             await self.commits.close()
+            await self.audit.settled()
         finally:
             for log in self.groups.logs.values():
                 log.stop(closed)
@@ -290,4 +291,8 @@ class EmbeddedEngine:
 
     async def flush(self) -> None:
         """Everything settled so far is durable when it returns."""
+        for group in list(self.dispatcher.groups.values()):
+            if group.doomed:
+                self.graveyard.bury(group)
+        await self.graveyard.settled()
         await self.commits.flush()

@@ -25,7 +25,7 @@ from penstock.model.batch import EventBatch
 from penstock.model.errors import UnknownDeadLetter, UnknownGroup, Unsupported
 from penstock.model.event import Event, Receipt
 from penstock.model.settings import Settings
-from penstock.model.topic import is_system, tenant_of
+from penstock.model.topic import check_topic, is_system, tenant_of
 
 # How often to look for what the writer has committed.
 POLL_S = 0.02
@@ -55,6 +55,7 @@ class FollowerEngine:
         """Read the folder as it is now."""
         self._recovery = await self.runtime.read(self._recover)
         self.log, self.state = self._recovery.log, self._recovery.fold.state
+        self.log.refresh = self._advance
         self._poller = asyncio.create_task(self._poll(), name="penstock-follow")
 
     def _recover(self) -> Recovery:
@@ -199,7 +200,9 @@ class FollowerEngine:
             routes = RouteCatalogue.decode(read_file(self.disk, "routes.json"))
         if isinstance(request, requests.ListRoutes):
             return list(routes)
-        return routes.resolve(request.topic, request.tenant or tenant_of(request.topic))
+        check_topic(request.topic)
+        tenant = request.tenant or tenant_of(request.topic) or self.settings.identity.tenant
+        return routes.resolve(request.topic, tenant)
 
     # -- refused -------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from penstock.engines.timekeeper import SCHEDULED
 from penstock.engines.views import retention_of
 from penstock.log.disk import RealDisk
 from penstock.log.frame import frames
@@ -220,6 +221,7 @@ class Housekeeper:
             self.retention_of,
             folder=engine.settings.retention,
             now_us=now_us,
+            protected=self._waiting_segments(),
             other_bytes=engine.journal.position - engine.log.manifest.sealed_to,
         )
         self.shortage_bytes = verdict.shortage_bytes
@@ -229,6 +231,14 @@ class Housekeeper:
             for info in verdict.segments:
                 engine.count_stored(info, -1)
                 self._discard(info.path)
+
+    def _waiting_segments(self) -> set[int]:
+        """Segments with delayed events that have not come: retention must leave them."""
+        sealed = self._engine.log.manifest.ranges(SCHEDULED, 0)
+        lowest = self._engine.state.schedule.delayed.lowest() if sealed else None
+        if lowest is None:
+            return set()
+        return {info.id for info, each in sealed if each.last_offset >= lowest}
 
     # -- throwing out --------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from penstock.engines.runtime import Runtime
 from penstock.log.eventlog import EventLog, InMemory
 from penstock.model.batch import EventBatch
-from penstock.model.errors import OffsetExpired
+from penstock.model.errors import Corrupted, OffsetExpired
 from penstock.model.event import Event
 
 # What one read returns at the most, a row group of a segment: enough to hide the hand-over to a
@@ -23,7 +23,15 @@ async def load(
     sources = log.plan(topic, partition, offset, limit)
     if all(isinstance(source, InMemory) for source in sources):
         return log.load(sources, offset, limit)
-    return await runtime.read(log.load, sources, offset, limit)
+    try:
+        return await runtime.read(log.load, sources, offset, limit)
+    except Corrupted:
+        # A file that was sealed and reclaimed since the plan was made is not damage.
+        log.refresh()
+        again = log.plan(topic, partition, offset, limit)
+        if again == sources:
+            raise
+        return await runtime.read(log.load, again, offset, limit)
 
 
 async def stored_batches(

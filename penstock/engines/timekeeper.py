@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -10,7 +11,7 @@ import msgspec
 from penstock.core.entry import Delayed, Entry, Fired, RecurringPut
 from penstock.engines.engine import Draft
 from penstock.model.column import Headers
-from penstock.model.errors import Rejected
+from penstock.model.errors import OffsetExpired, Rejected
 from penstock.model.event import Event, Receipt
 from penstock.model.token import parse_token
 
@@ -103,8 +104,10 @@ class Timekeeper:
             try:
                 if max(offsets) >= engine.log.partition(SCHEDULED, 0).end:
                     await engine.flush()  # due at once: wait until it is committed itself
-                events = [await engine.event_at(SCHEDULED, 0, offset) for offset in offsets]
-                drafts = [self._release(event) for event in events]
+                drafts: list[Draft] = []
+                for offset in offsets:
+                    with contextlib.suppress(OffsetExpired):  # deleted with its topic
+                        drafts.append(self._release(await engine.event_at(SCHEDULED, 0, offset)))
                 for draft in drafts:
                     await engine.topics.ensure(draft.topic)
                 await engine.intake.submit(drafts, entries=[Fired(offsets)])

@@ -11,7 +11,7 @@ import threading
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -146,6 +146,8 @@ class EventLog:
         self.manifest = manifest
         self.journal = JournalReader(disk)
         self.partitions: dict[Place, PartitionLog] = {}
+        self.refresh: Callable[[], None] = lambda: None
+        """Learn what a writer in another process has sealed and reclaimed meanwhile."""
         self._recent: deque[tuple[PartitionLog, int, int]] = deque()
         self._recent_bytes = 0
         self._cache_bytes = cache_bytes

@@ -43,7 +43,7 @@ def test_it_ends_by_itself_and_balances(tmp_path: Path) -> None:
         assert result["dead"] >= 2 * len(TENANTS)
         assert result["retried"] > 0
         assert [row["tenant"] for row in result["tenants"]] == list(TENANTS)
-    assert (tmp_path / "data" / "demo" / "penstock.json").exists()
+    assert (tmp_path / "demo-data" / "penstock.json").exists()
 
 
 def test_plain_lines_in_a_pipe(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_a_table_on_a_terminal(tmp_path: Path) -> None:
 def test_ctrl_c_ends_it_cleanly(tmp_path: Path) -> None:
     process = demo(tmp_path, "--seconds", "600", "--json")
     deadline = time.monotonic() + DEADLINE_S
-    while not list((tmp_path / "data").glob("demo/journal/*.jnl")):
+    while not list((tmp_path / "demo-data").glob("journal/*.jnl")):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     time.sleep(1.0)

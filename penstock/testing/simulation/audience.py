@@ -79,7 +79,8 @@ class Checks:
         started = self.oracle.now()
         while waiting := await self._waiting():
             if self.oracle.now() - started > REST_S:
-                self.oracle.fail("stuck", f"after {REST_S} s: {waiting}")
+                problem = world.engine.housekeeper.problem
+                self.oracle.fail("stuck", f"after {REST_S} s: {waiting}; the engine says {problem}")
             await asyncio.sleep(2.0)
         for worker in workers:
             worker.cancel()

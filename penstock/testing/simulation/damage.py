@@ -10,7 +10,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from penstock.engines.embedded import EmbeddedEngine
-from penstock.model.errors import Corrupted, NotADataFolder, OffsetExpired, StorageError
+from penstock.model.errors import Corrupted, OffsetExpired, PenstockError
 from penstock.testing.sim_disk import SimDisk
 from penstock.testing.sim_loop import SimLoop, kill
 from penstock.testing.simulation.oracle import Finding
@@ -43,6 +43,8 @@ class Damage:
             seen = loop.run_until_complete(self._look(disk, what))
         except Finding as finding:
             raise Finding("corruption-served", f"{what}: {finding}") from finding
+        except Exception as error:
+            raise Finding("corruption-crash", f"{what}: {error!r} is no typed error") from error
         finally:
             disk.power_off()
             kill(loop)
@@ -76,7 +78,7 @@ class Damage:
                 for partition in range(partitions):
                     seen = await self._read(engine, topic, partition) or seen
             return await self._audit(engine) or seen
-        except (Corrupted, StorageError, NotADataFolder, OSError):
+        except (PenstockError, OSError):
             return True
 
     async def _read(self, engine: EmbeddedEngine, topic: str, partition: int) -> bool:

@@ -56,7 +56,8 @@ class Troubles:
     async def run(self) -> None:
         """Let the workload run, with interruptions, for a while."""
         world, rng = self.world, self.rng
-        target = world.oracle.steps + rng.choice(LIFE_OPERATIONS)
+        enough = world.oracle.steps > world.plan.operations
+        target = world.oracle.steps + (50 if enough else rng.choice(LIFE_OPERATIONS))
         first = world.oracle.steps + (target - world.oracle.steps) // 2
         await self._until(first)
         if rng.random() < 0.15:

@@ -66,7 +66,7 @@ class Operator:
         if self.rng.random() < 0.6:
             return
         group = self.rng.choice(self.world.plan.groups)
-        to = self.rng.choice(("earliest", "latest", "offset:3"))
+        to = self.rng.choice(("earliest", "latest", "latest", f"offset:{self.rng.randrange(500)}"))
         watch: Any = self.world.watches.get(group.name) or self.world.cursors[group.name]
         watch.moving += 1
         answer = await self._ask(ask.ResetGroup(group.name, to, None, actor := self._actor()), actor)

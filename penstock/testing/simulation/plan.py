@@ -107,7 +107,7 @@ def _settings(rng: Random, retention_s: float | None) -> Settings:
         ),
         retention=Retention(age_s=retention_s),
         delivery=Delivery(),
-        limits=Limits(cache_bytes=rng.choice((16 * KIB, 256 * KIB, MIB, 4 * MIB))),
+        limits=Limits(cache_bytes=rng.choice((256 * KIB, MIB, 4 * MIB))),
         dedup=Dedup(window_s=7 * 86_400.0),
     )
 

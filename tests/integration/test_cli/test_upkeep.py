@@ -160,8 +160,8 @@ def test_bench_list_and_compare(cli):
 
 
 def test_bench_run(cli):
-    result = cli.ok("bench", "run", "route", "--seconds", "0.2", "--rounds", "1", "--json")
-    assert result.row["case"] == "route"
+    result = cli.ok("bench", "run", "publish-serial", "--seconds", "0.2", "--rounds", "1", "--json")
+    assert result.row["case"] == "publish-serial"
     assert result.row["penstock"]["per_s"] > 0
-    assert cli("bench", "run", "route", "--vs", "nobody").code == 2
+    assert cli("bench", "run", "publish-serial", "--vs", "nobody").code == 2
     assert not list(cli.folder.glob(".penstock-bench-*"))
