@@ -14,10 +14,17 @@ from penstock.model.event import Event
 # What one read returns at the most, a row group of a segment: enough to hide the hand-over to a
 # thread, small enough to stay in cache.
 READ_EVENTS = 65_536
+# A caller that waited less than this for the next batches is slower than the disk.
+CALLER_WAITS_S = 0.002
 
 
 async def load(
-    log: EventLog, runtime: Runtime, topic: str, partition: int, offset: int, limit: int
+    log: EventLog,
+    runtime: Runtime,
+    topic: str,
+    partition: int,
+    offset: int,
+    limit: int,
 ) -> list[EventBatch]:
     """Batches from `offset` on; from a thread unless all of them are at hand."""
     sources = log.plan(topic, partition, offset, limit)
@@ -41,16 +48,28 @@ async def stored_batches(
     end = log.partition(topic, partition).end
     stop = end if stop is None else min(stop, end)
 
-    def fetch(offset: int) -> asyncio.Task[list[EventBatch]]:
+    def fetch(offset: int, use_threads: bool) -> asyncio.Future[list[EventBatch]]:
         limit = min(READ_EVENTS, stop - offset)
-        return asyncio.ensure_future(load(log, runtime, topic, partition, offset, limit))
+        sources = log.plan(topic, partition, offset, limit)
+        if all(isinstance(source, InMemory) for source in sources):
+            at_hand: asyncio.Future[list[EventBatch]] = asyncio.get_running_loop().create_future()
+            at_hand.set_result(log.load(sources, offset, limit))
+            return at_hand
+        return runtime.begin_read(log.load, sources, offset, limit, use_threads)
 
-    ahead = fetch(start) if start < stop else None
+    ahead = fetch(start, True) if start < stop else None
     try:
         while ahead is not None:
-            batches = await ahead
+            asked_at = runtime.now()
+            try:
+                batches = await ahead
+            except Corrupted:  # perhaps the files only moved
+                limit = min(READ_EVENTS, stop - start)
+                batches = await load(log, runtime, topic, partition, start, limit)
+            # A caller that is slower than the disk keeps its core: decode beside it, not on it.
+            caller_waits = runtime.now() - asked_at > CALLER_WAITS_S
             start = batches[-1].end_offset
-            ahead = fetch(start) if start < stop else None
+            ahead = fetch(start, caller_waits) if start < stop else None
             for batch in batches:
                 yield batch
     finally:

@@ -48,6 +48,10 @@ class Runtime:
         """Run on one of the readers' threads."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, function, *args)
 
+    def begin_read(self, function: Callable[[*Args], T], *args: *Args) -> asyncio.Future[T]:
+        """Start on a reader's thread right now, even if the caller does not wait for long."""
+        return asyncio.get_running_loop().run_in_executor(self._readers, function, *args)
+
     def close(self) -> None:
         """Let the threads end."""
         self._writer.shutdown()

@@ -222,7 +222,9 @@ class EventLog:
             at += 1
         return sources
 
-    def load(self, sources: list[Source], offset: int, limit: int) -> list[EventBatch]:
+    def load(
+        self, sources: list[Source], offset: int, limit: int, use_threads: bool = True
+    ) -> list[EventBatch]:
         """Read what was planned, cut to the events from `offset` on, at most `limit`."""
         batches: list[EventBatch] = []
         for source in sources:
@@ -239,6 +241,7 @@ class EventLog:
                         source.offset,
                         limit_events=source.limit,
                         limit_bytes=READ_BYTES,
+                        use_threads=use_threads,
                     )
         return [
             part

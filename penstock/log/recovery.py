@@ -207,9 +207,9 @@ class Recovery:
             limit = base + len(view)
             if not self.write:
                 limit = min(limit, self.watermark)
-            position = base
+            position = durable = base
             for frame in frames(view, base, base, limit):
-                position = frame.end
+                position, durable = frame.end, max(durable, frame.durable)
                 self._take(base, frame)
             if following is not None:
                 if position != following:
@@ -219,6 +219,9 @@ class Recovery:
                 self._cut_tail(base, view, position)
                 if position == base:
                     return
+                # After a failed fsync the page cache shows bytes that the disk does not have, and
+                # another fsync would not write them: write again what nothing proves durable.
+                file.write_at(durable - base, bytes(view[durable - base : position - base]))
                 file.truncate(position - base)
                 file.sync()
         finally:

@@ -90,6 +90,7 @@ class SegmentReader:
         limit_events: int,
         limit_bytes: int,
         verify: bool = True,
+        use_threads: bool = True,
     ) -> list[EventBatch]:
         """Events from `offset` on, in order, until a limit is reached or the segment ends.
 
@@ -102,7 +103,7 @@ class SegmentReader:
                 continue
             first = max(offset, each.first_offset)
             for index, start, stop in self._rows(each, first, each.last_offset):
-                record = self._group(index, verify=verify)
+                record = self._group(index, verify=verify, use_threads=use_threads)
                 stop = min(stop, start + limit_events)
                 ends, _ = binary_of(record.column("payload"))
                 room = min(int(ends[start]) + limit_bytes, MAX_END)
@@ -172,7 +173,9 @@ class SegmentReader:
             row = stop
             index += 1
 
-    def _group(self, index: int, *, verify: bool = True) -> pa.RecordBatch:
+    def _group(
+        self, index: int, *, verify: bool = True, use_threads: bool = True
+    ) -> pa.RecordBatch:
         key = (self.info.id, index)
         group = self._cache.get(key)
         if group is None:
@@ -180,7 +183,7 @@ class SegmentReader:
             if verify:
                 self._check_span(index)
             try:
-                table = parquet.read_row_group(index).combine_chunks()
+                table = parquet.read_row_group(index, use_threads=use_threads).combine_chunks()
                 (group,) = table.to_batches()
             except (pa.ArrowException, OSError, ValueError) as error:
                 raise self._damaged(

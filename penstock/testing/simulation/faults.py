@@ -62,6 +62,7 @@ class Troubles:
         await self._until(first)
         if rng.random() < 0.15:
             seconds = rng.choice((-3600.0, -5.0, 5.0, 3600.0))
+            world.oracle.latest_us = max(world.oracle.latest_us, world.clock.wall_us())
             world.clock.jump(seconds)
             self.counts["clock_jump"] += 1
             world.oracle.note("clock jump", str(seconds))

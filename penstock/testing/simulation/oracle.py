@@ -86,6 +86,8 @@ class Oracle:
         self.deals: list[Deal] = []
         self.counts: Counter[str] = Counter()
         self.steps = 0
+        self.latest_us = 0
+        """The latest time the clock showed before it was set back."""
         self.now: Callable[[], float] = lambda: 0.0
         self.recent: deque[str] = deque(maxlen=LAST_OPERATIONS)
         self.verbose: Callable[[str], None] | None = None
@@ -200,7 +202,7 @@ class Oracle:
                 self.fail(
                     "changed", f"{sent}: key {keys[index]!r}, headers {headers[index]!r} of {sent.key!r}, {sent.headers!r}"
                 )
-            if sent.due_us and batch.append_time(index) < sent.due_us:
+            if sent.due_us and max(batch.append_time(index), self.latest_us) < sent.due_us:
                 self.fail("too-early", f"{sent} was due at {sent.due_us}")
             seen.append(sent)
         return seen

@@ -30,7 +30,7 @@ class Producer:
         self.topics = list(world.plan.topics)
         self._acts: list[tuple[int, Callable[[], Awaitable[None]]]] = [
             (50, self._one),
-            (18, self._many),
+            (14, self._many),
             (10, self._with_token),
             (8, self._resend),
             (5, self._delayed),
@@ -74,7 +74,7 @@ class Producer:
 
     async def _many(self) -> None:
         topic = self.rng.choice(self.topics)
-        count = self.rng.choice((2, 3, 5, 10, 70))
+        count = 70 if self.rng.random() < 0.05 else self.rng.choice((2, 3, 4, 8))
         sents = [self._draw(topic, small=True) for _ in range(count)]
         tokens = None
         if self.rng.random() < 0.3:

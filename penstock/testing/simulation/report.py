@@ -86,7 +86,9 @@ def hunt(name: str) -> tuple[str, Report | None, int]:
 
 def _pool(jobs: int) -> ProcessPoolExecutor:
     os.environ.setdefault("PYTHONHASHSEED", "0")
-    return ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
+    # A fresh process now and then: abandoned event loops are not collected quickly enough.
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=10)
 
 
 def run_many(first: int, count: int, jobs: int) -> Iterator[Report]:
