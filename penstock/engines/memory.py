@@ -35,5 +35,7 @@ def in_memory(settings: Settings) -> Settings:
         settings,
         durability=replace(settings.durability, fsync="never"),
         journal=replace(settings.journal, file_bytes=min(settings.journal.file_bytes, FILE_BYTES)),
-        sealing=replace(settings.sealing, process=False, grace_s=min(settings.sealing.grace_s, GRACE_S)),
+        sealing=replace(
+            settings.sealing, process=False, grace_s=min(settings.sealing.grace_s, GRACE_S)
+        ),
     )

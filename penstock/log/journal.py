@@ -175,7 +175,9 @@ class Journal:
         used = self.position - self.base
         full = self._file is None or used + first_bytes + SLACK_BYTES > self._allocated
         past = used >= self._settings.file_bytes
-        old = used > ROLL_LEAST_BYTES and now_us - self._opened_us > self._settings.roll_after_s * 1e6
+        old = (
+            used > ROLL_LEAST_BYTES and now_us - self._opened_us > self._settings.roll_after_s * 1e6
+        )
         if not self._spare_bytes or not (full or past or old):
             return Commit(self.position, self.durable, None)
         header = FileHeader(FORMAT, self.epoch, self.position, now_us)

@@ -89,7 +89,7 @@ def check_folder(disk: Disk, *, write: bool) -> None:
         # It is written before the first journal file, so it was there.
         raise Corrupted(
             f"{ABOUT} is missing beside a journal; nothing was changed. Restore it from a copy, or "
-            f"write {{\"format\": {FORMAT}}} into it if this is a Penstock folder",
+            f'write {{"format": {FORMAT}}} into it if this is a Penstock folder',
             path=ABOUT,
         )
     others = [name for name in disk.list("") if name not in ("lock", *FOLDERS)]

@@ -165,7 +165,9 @@ def write_segment(
     )
 
 
-def _writer(sink: pa.BufferOutputStream, zstd_level: int, group: pa.RecordBatch) -> pq.ParquetWriter:
+def _writer(
+    sink: pa.BufferOutputStream, zstd_level: int, group: pa.RecordBatch
+) -> pq.ParquetWriter:
     bloom = {"ndv": max(group.num_rows, 1), "fpp": BLOOM_FALSE_POSITIVES}
     # Payloads that do not shrink (images, encrypted or compressed bytes) cost half the time to try.
     ends, data = binary_of(group.column("payload"))

@@ -68,7 +68,9 @@ def _mutants(jobs: int, only: str | None) -> int:
         else:
             found = f"{report.invariant} after {seeds} seed{'s' * (seeds > 1)}"
         print(f"{mutant.name:22} {mutant.promise:46} {found}", flush=True)
-    print(f"sim-mutants: {total} mutants, {total - len(survivors)} found, {len(survivors)} survived")
+    print(
+        f"sim-mutants: {total} mutants, {total - len(survivors)} found, {len(survivors)} survived"
+    )
     return int(bool(survivors))
 
 
@@ -76,5 +78,5 @@ if __name__ == "__main__":
     if "PYTHONHASHSEED" not in os.environ:
         # The order of sets of text depends on it; with it fixed, every process replays alike.
         command = [sys.executable, "-m", "penstock.testing.simulation", *sys.argv[1:]]
-        os.execve(sys.executable, command, {**os.environ, "PYTHONHASHSEED": "0"})
+        os.execve(sys.executable, command, {**os.environ, "PYTHONHASHSEED": "0"})  # noqa: S606
     raise SystemExit(main())

@@ -54,7 +54,9 @@ class Checks:
         try:
             async for batch in self.world.engine.read(*place, start, end):
                 if batch.base_offset != expected:
-                    self.oracle.fail("order", f"{place}: {batch.base_offset} follows {expected - 1}")
+                    self.oracle.fail(
+                        "order", f"{place}: {batch.base_offset} follows {expected - 1}"
+                    )
                 expected = batch.end_offset
                 self.oracle.read(batch)
         except OffsetExpired:
@@ -125,20 +127,30 @@ class Checks:
     async def _all_settled(self) -> None:
         """Every event a queue group had to deliver was acked or is a dead letter."""
         letters = await self.world.bus.ask(ask.ListDead(limit=EVERYTHING, everything=True))
-        dead = {(each.consumer, each.topic, each.partition, each.offset) for each in letters if each.status == "dead"}
+        dead = {
+            (each.consumer, each.topic, each.partition, each.offset)
+            for each in letters
+            if each.status == "dead"
+        }
         for name, watch in self.world.watches.items():
             for at, track in watch.tracks.items():
                 if track.state == ACKED or (name, *at) in dead:
                     continue
                 if at in watch.touched or at[2] < self.oracle.firsts.get(at[:2], 0):
                     continue
-                self.oracle.fail("unsettled", f"group {name}: {at} is {track.state}, neither acked nor dead")
+                self.oracle.fail(
+                    "unsettled", f"group {name}: {at} is {track.state}, neither acked nor dead"
+                )
             self._all_delivered(name, watch, dead)
         for each in letters:
             at = (each.topic, each.partition, each.offset)
             if each.status == "replayed" and each.consumer in self.world.watches:
-                track = self.world.watches[each.consumer].tracks.get(at)
-                if track is not None and track.state not in (ACKED, DEAD) and at[2] >= self.oracle.firsts.get(at[:2], 0):
+                found = self.world.watches[each.consumer].tracks.get(at)
+                if (
+                    found is not None
+                    and found.state not in (ACKED, DEAD)
+                    and at[2] >= self.oracle.firsts.get(at[:2], 0)
+                ):
                     self.oracle.fail("unsettled", f"{each.id} was given back and never came")
 
     def _all_delivered(self, name: str, watch: Any, dead: set[Any]) -> None:
@@ -147,12 +159,21 @@ class Checks:
                 continue
             floor = max(watch.floors.get(place, 0), self.oracle.firsts.get(place, 0))
             for offset, sent in seen.items():
-                if offset < floor or (*place, offset) in watch.tracks or (name, *place, offset) in dead:
+                if (
+                    offset < floor
+                    or (*place, offset) in watch.tracks
+                    or (name, *place, offset) in dead
+                ):
                     continue
-                if watch.group.filter is not None and sent.headers.get(watch.group.filter[0]) != watch.group.filter[1]:
+                if (
+                    watch.group.filter is not None
+                    and sent.headers.get(watch.group.filter[0]) != watch.group.filter[1]
+                ):
                     continue
                 if (*place, offset) not in watch.touched:
-                    self.oracle.fail("undelivered", f"group {name} never got {place}/{offset}, {sent}")
+                    self.oracle.fail(
+                        "undelivered", f"group {name} never got {place}/{offset}, {sent}"
+                    )
 
     def _all_delayed_came(self) -> None:
         for sent in self.world.delayed:
@@ -168,7 +189,10 @@ class Checks:
             found[record.actor] = found.get(record.actor, 0) + 1
         for actor, count in found.items():
             if count > 1 or self.world.audit.get(actor, "refused") == "refused":
-                self.oracle.fail("audit", f"{actor}: {count} records, the action was {self.world.audit.get(actor)}")
+                self.oracle.fail(
+                    "audit",
+                    f"{actor}: {count} records, the action was {self.world.audit.get(actor)}",
+                )
         for actor, status in self.world.audit.items():
             if status == "done" and actor not in found:
                 self.oracle.fail("audit", f"the confirmed action of {actor} is not in the chain")
@@ -179,10 +203,16 @@ class Checks:
         await asyncio.sleep(30.0)
         files = [name for name in engine.disk.list("journal") if name.endswith(".jnl")]
         if len(files) > 3:
-            self.oracle.fail("folder", f"{len(files)} journal files are left: {engine.housekeeper.problem}")
+            self.oracle.fail(
+                "folder", f"{len(files)} journal files are left: {engine.housekeeper.problem}"
+            )
         if engine.housekeeper.problem:
             self.oracle.fail("housekeeping", engine.housekeeper.problem)
         live = {info.path for info in engine.log.manifest.segments()}
-        left = [n for n in engine.disk.list("segments") if n.endswith(".parquet") and f"segments/{n}" not in live]
+        left = [
+            n
+            for n in engine.disk.list("segments")
+            if n.endswith(".parquet") and f"segments/{n}" not in live
+        ]
         if left:
             self.oracle.fail("folder", f"segments nobody needs: {left[:3]}")

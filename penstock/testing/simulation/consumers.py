@@ -62,7 +62,7 @@ class Consumer:
         group = self.group
         return self.world.bus.subscribe(
             group.pattern, group=group.name, order=group.order, retry=group.retry,
-            lease_s=group.lease_s, member=member, max_inflight=self.rng.choice((1, 4, 30)),
+            lease_s=group.lease_s, member=member, max_inflight=self.rng.choice((1, 8, 30)),
             filter=dict([group.filter]) if group.filter else None,
         )  # fmt: skip
 
@@ -237,7 +237,10 @@ class Reader:
                 return
             if batch is not None:
                 self.watch.received(session, batch)
-                self.oracle.note("read", f"{member} {batch.topic}/{batch.partition} {batch.base_offset}+{batch.count}")
+                self.oracle.note(
+                    "read",
+                    f"{member} {batch.topic}/{batch.partition} {batch.base_offset}+{batch.count}",
+                )
             if self.rng.random() < 0.3:
                 await self._commit(sub, session, member)
             if self.rng.random() < 0.02:
@@ -285,4 +288,6 @@ class Reader:
         except PenstockError:
             return
         if pending:
-            self.oracle.fail("stale-settle", f"{self.group.name}: commit accepted from one who left")
+            self.oracle.fail(
+                "stale-settle", f"{self.group.name}: commit accepted from one who left"
+            )

@@ -48,9 +48,14 @@ class CursorWatch:
                 # A partition was given to this member: it begins at the group's cursor.
                 low, high = self.confirmed.get(place, 0), self.tried.get(place, 0)
                 if base < low:
-                    self._oracle.fail("cursor-lost", f"{self.group.name} {place}: read at {base}, committed {low}")
+                    self._oracle.fail(
+                        "cursor-lost", f"{self.group.name} {place}: read at {base}, committed {low}"
+                    )
                 if base > max(high, first, expected or 0):
-                    self._oracle.fail("skipped", f"{self.group.name} {place}: read at {base}, cursor at most {high}")
+                    self._oracle.fail(
+                        "skipped",
+                        f"{self.group.name} {place}: read at {base}, cursor at most {high}",
+                    )
         else:
             session.version = self.version
         session.next[place] = batch.end_offset

@@ -90,7 +90,9 @@ class Damage:
         retention = self.world.plan.retention_s is not None
         first, end = engine.log.bounds(topic, partition)
         if end < self.oracle.ends.get(place, 0) or (not retention and first > 0):
-            raise Finding("lost", f"{place} holds {first} to {end}, {self.oracle.ends.get(place)} expected")
+            raise Finding(
+                "lost", f"{place} holds {first} to {end}, {self.oracle.ends.get(place)} expected"
+            )
         # What the twin appends itself, a delayed event that came due, never happened here.
         end = min(end, self.oracle.ends.get(place, 0))
         start, seen = first, False
@@ -115,7 +117,9 @@ class Damage:
         if not verdict.ok:
             return True
         found = {record.actor for record in await engine.ask(ask.QueryAudit())}
-        missing = [a for a, status in self.world.audit.items() if status == "done" and a not in found]
+        missing = [
+            a for a, status in self.world.audit.items() if status == "done" and a not in found
+        ]
         if missing:
             raise Finding("audit", f"{missing[:3]} are gone, and the chain verifies")
         return False

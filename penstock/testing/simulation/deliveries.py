@@ -31,7 +31,17 @@ At = tuple[str, int, int]
 class Track:
     """What one group was told about one event."""
 
-    __slots__ = ("attempt", "count", "durable", "key", "life", "not_before", "revived", "settled_at", "state")
+    __slots__ = (
+        "attempt",
+        "count",
+        "durable",
+        "key",
+        "life",
+        "not_before",
+        "revived",
+        "settled_at",
+        "state",
+    )
 
     def __init__(self, key: bytes | None) -> None:
         self.revived = False
@@ -113,7 +123,9 @@ class GroupWatch:
             self._judge(at, event, track, now)
             if self.group.order == "key" and sent.key is not None:
                 self._judge_key(at, sent.key, track, now)
-            if self.group.order == "single" and member != min(self.members, key=self.members.__getitem__):
+            if self.group.order == "single" and member != min(
+                self.members, key=self.members.__getitem__
+            ):
                 self._fail("single-active", at, f"went to {member}, members are {self.members}")
         if self.group.filter is not None:
             name, value = self.group.filter
@@ -131,7 +143,9 @@ class GroupWatch:
     def _judge(self, at: At, event: Event, track: Track, now: float) -> None:
         limit = self.group.retry.max_attempts
         if not 1 <= event.attempt <= limit or track.count >= limit:
-            self._fail("attempts", at, f"attempt {event.attempt}, delivery {track.count + 1} of {limit}")
+            self._fail(
+                "attempts", at, f"attempt {event.attempt}, delivery {track.count + 1} of {limit}"
+            )
         if event.attempt <= track.attempt:
             self._fail("attempt-repeated", at, f"attempt {event.attempt} after {track.attempt}")
         if track.state != OPEN:
@@ -149,10 +163,10 @@ class GroupWatch:
                 continue
             if held.life == self.life and held.open and now < held.earliest:
                 self._fail("key-order", at, f"{offset} of the same key is in flight")
-            if offset < at[2] and not track.revived and not held.track.revived:
-                # Each crash may have cost an attempt that was leased and never handed out.
-                if held.track.attempt + self.life - held.life < self.group.retry.max_attempts:
-                    self._fail("key-order", at, f"{offset} of the same key is not settled")
+            # Each crash may have cost an attempt that was leased and never handed out.
+            spent = held.track.attempt + self.life - held.life >= self.group.retry.max_attempts
+            if offset < at[2] and not (track.revived or held.track.revived or spent):
+                self._fail("key-order", at, f"{offset} of the same key is not settled")
         if not track.count and not track.revived and at[2] < self._firsts.get(slot, -1):
             self._fail("key-order", at, f"{self._firsts[slot]} of the same key came first")
         self._firsts[slot] = max(self._firsts.get(slot, -1), at[2])
@@ -165,7 +179,9 @@ class GroupWatch:
         if held.version != self.version or held.life != self.life:
             self._fail("stale-settle", held.at, f"{state} accepted from before a reset or restart")
         if now > held.deadline + GRAIN_S:
-            self._fail("stale-settle", held.at, f"{state} accepted at {now}, lease ended {held.deadline}")
+            self._fail(
+                "stale-settle", held.at, f"{state} accepted at {now}, lease ended {held.deadline}"
+            )
         if not held.open:
             self._fail("stale-settle", held.at, f"{state} accepted after another settle")
         held.open = False

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import penstock
 
@@ -58,7 +59,9 @@ class Promises:
         if offset in self.flushed:
             self.problems.append(f"offset {offset} was acked and flushed, and came again")
         if attempt <= self.attempts.get(offset, 0):
-            self.problems.append(f"offset {offset}: attempt {attempt} after {self.attempts[offset]}")
+            self.problems.append(
+                f"offset {offset}: attempt {attempt} after {self.attempts[offset]}"
+            )
         self.redelivered += offset in self.attempts
         self.attempts[offset] = attempt
         self.acked.discard(offset)
@@ -168,7 +171,11 @@ async def _child(folder: str, life: int) -> None:
         count += 1
         return life * 1_000_000 + count
 
-    settings = {"journal__file_bytes": 1 << 20, "sealing__process": False, "sealing__grace_s": 0.1}
+    settings: dict[str, Any] = {
+        "journal__file_bytes": 1 << 20,
+        "sealing__process": False,
+        "sealing__grace_s": 0.1,
+    }
     async with penstock.connect(folder, **settings) as bus:
         _say("ready")
         numbers: list[int] = []

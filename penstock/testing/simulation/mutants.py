@@ -22,7 +22,7 @@ from penstock.engines.audittrail import AuditTrail
 from penstock.engines.commitloop import CommitLoop, Taken
 from penstock.engines.layout import Layout, Placed
 from penstock.engines.logreader import LogReader
-from penstock.log.journal import Commit, Journal
+from penstock.log.journal import Commit, Journal, file_bases, file_name
 from penstock.log.manifest import Manifest
 from penstock.log.recovery import Recovery
 from penstock.log.snapshot import DEDUP, Fold
@@ -46,7 +46,9 @@ class Mutant(NamedTuple):
     def alive(self) -> Iterator[None]:
         """Break the guarantee, for the length of a block."""
         original = self.owner.__dict__[self.attribute]
-        function = original.__func__ if isinstance(original, staticmethod | classmethod) else original
+        function = (
+            original.__func__ if isinstance(original, staticmethod | classmethod) else original
+        )
         setattr(self.owner, self.attribute, self.broken(function))
         try:
             yield
@@ -89,7 +91,7 @@ def _early_watermark(original: Any) -> Any:
 
 def _deaf_roll(original: Any) -> Any:
     def roll(self: Journal, base: int) -> None:
-        disk, self._disk = self._disk, _Deaf(self._disk)  # type: ignore[assignment]
+        disk, self._disk = self._disk, _Deaf(self._disk)
         try:
             original(self, base)
         finally:
@@ -111,7 +113,7 @@ def _ignore_failed_fsync(original: Any) -> Any:
 def _deaf_manifest(original: Any) -> Any:
     def append(self: Manifest, frame: bytes) -> None:
         file = self._file
-        self._file = _Deaf(file)  # type: ignore[assignment]
+        self._file = _Deaf(file)
         try:
             original(self, frame)
         finally:
@@ -174,7 +176,12 @@ def _accept(state: int) -> Broken:
 
 def _half_transaction(original: Any) -> Any:
     def add(
-        self: Layout, bodies: list[Any], laid: list[Any], entries: list[Any], commit: Commit, placed: list[Placed]
+        self: Layout,
+        bodies: list[Any],
+        laid: list[Any],
+        entries: list[Any],
+        commit: Commit,
+        placed: list[Placed],
     ) -> int:
         position = commit.end
         for body, pair in zip(bodies, laid, strict=True):
@@ -225,9 +232,9 @@ def _reclaim_early(original: Any) -> Any:
     def discard(self: Any, path: str, *rest: Any) -> None:
         original(self, path, *rest)
         if path.startswith("journal/") and self._engine.disk.exists(path):
-            following = [b for b in housekeeping.file_bases(self._engine.disk)]
+            following = file_bases(self._engine.disk)
             if len(following) > 1:
-                self._engine.disk.remove(housekeeping.file_name(following[1]))
+                self._engine.disk.remove(file_name(following[1]))
 
     return discard
 

@@ -35,7 +35,16 @@ class Operator:
 
     async def run(self) -> None:
         """One action after another, each under a name of its own."""
-        acts = (self._reset, self._replay, self._replay, self._purge, self._configure, self._create, self._look, self._quarantine)
+        acts = (
+            self._reset,
+            self._replay,
+            self._replay,
+            self._purge,
+            self._configure,
+            self._create,
+            self._look,
+            self._quarantine,
+        )
         while True:
             await asyncio.sleep(self.rng.expovariate(1 / (self.world.pause_s * 8)))
             await self.rng.choice(acts)()
@@ -69,7 +78,9 @@ class Operator:
         to = self.rng.choice(("earliest", "latest", "latest", f"offset:{self.rng.randrange(500)}"))
         watch: Any = self.world.watches.get(group.name) or self.world.cursors[group.name]
         watch.moving += 1
-        answer = await self._ask(ask.ResetGroup(group.name, to, None, actor := self._actor()), actor)
+        answer = await self._ask(
+            ask.ResetGroup(group.name, to, None, actor := self._actor()), actor
+        )
         if self.world.audit[actor] == "unknown":
             return  # the writer failed: the group may be anywhere until the restart
         if answer is not None:
@@ -90,17 +101,22 @@ class Operator:
         if not letters:
             return
         letter = self.rng.choice(letters)
-        if not 0 <= letter.offset:
+        if not letter.offset >= 0:
             return
         watch = self.world.watches[letter.consumer]
         at = (letter.topic, letter.partition, letter.offset)
         watch.revive(at)
         actor = self._actor()
         answer = await self._ask(
-            ask.ReplayDead([letter.id], letter.consumer, letter.topic, actor, "try again", "REPLAY"), actor
+            ask.ReplayDead(
+                [letter.id], letter.consumer, letter.topic, actor, "try again", "REPLAY"
+            ),
+            actor,
         )
         if answer is not None and not answer.done:
-            self.world.audit[actor] = "refused" if answer.failures[0]["code"] != WriterFailed.code else "unknown"
+            self.world.audit[actor] = (
+                "refused" if answer.failures[0]["code"] != WriterFailed.code else "unknown"
+            )
         watch.touched.add(at)
 
     async def _purge(self) -> None:
@@ -109,8 +125,12 @@ class Operator:
             letter, actor = self.rng.choice(letters), self._actor()
             answer = await self._ask(ask.PurgeDead([letter.id], actor, "of no use", "PURGE"), actor)
             if answer is not None and not answer.done:
-                self.world.audit[actor] = "refused" if answer.failures[0]["code"] != WriterFailed.code else "unknown"
-            self.world.watches[letter.consumer].touched.add((letter.topic, letter.partition, letter.offset))
+                self.world.audit[actor] = (
+                    "refused" if answer.failures[0]["code"] != WriterFailed.code else "unknown"
+                )
+            self.world.watches[letter.consumer].touched.add(
+                (letter.topic, letter.partition, letter.offset)
+            )
 
     async def _quarantine(self) -> None:
         group = self.world.watches[self.rng.choice(QUEUES)]
@@ -120,7 +140,8 @@ class Operator:
         group.withdrawn(at)
         actor = self._actor()
         await self._ask(
-            ask.Quarantine(f"{at[0]}/{at[1]}/{at[2]}", group.group.name, at[0], actor, "poison"), actor
+            ask.Quarantine(f"{at[0]}/{at[1]}/{at[2]}", group.group.name, at[0], actor, "poison"),
+            actor,
         )
 
     async def _configure(self) -> None:

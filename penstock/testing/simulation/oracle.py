@@ -200,7 +200,8 @@ class Oracle:
                 self.saw(sent, batch.partition, offset)
             if sent.key != keys[index] or sent.headers != headers[index]:
                 self.fail(
-                    "changed", f"{sent}: key {keys[index]!r}, headers {headers[index]!r} of {sent.key!r}, {sent.headers!r}"
+                    "changed",
+                    f"{sent}: key {keys[index]!r}, headers {headers[index]!r} of {sent.key!r}, {sent.headers!r}",
                 )
             if sent.due_us and max(batch.append_time(index), self.latest_us) < sent.due_us:
                 self.fail("too-early", f"{sent} was due at {sent.due_us}")
@@ -221,7 +222,10 @@ class Oracle:
     def bounds(self, place: Place, first: int, end: int, *, retention: bool) -> None:
         """The log says what it holds; everything anybody knows of must be inside."""
         if end < self.ends.get(place, 0):
-            self.fail("lost", f"{place} ends at {end}; offset {self.ends[place] - 1} was seen or acknowledged")
+            self.fail(
+                "lost",
+                f"{place} ends at {end}; offset {self.ends[place] - 1} was seen or acknowledged",
+            )
         if first > self.firsts.get(place, 0):
             if not retention:
                 self.fail("lost", f"{place} begins at {first}, and there is no retention")
@@ -233,7 +237,9 @@ class Oracle:
             if deal.status == UNKNOWN:
                 present = sum(sent.place is not None for sent in deal.sent)
                 if 0 < present < len(deal.sent):
-                    self.fail("half-transaction", f"{present} of {len(deal.sent)} events: {deal.sent}")
+                    self.fail(
+                        "half-transaction", f"{present} of {len(deal.sent)} events: {deal.sent}"
+                    )
                 deal.status = STORED if present else ABSENT
                 for held in deal.acks:
                     held.decided(acked=present > 0)

@@ -98,9 +98,9 @@ def _settings(rng: Random, retention_s: float | None) -> Settings:
         ),
         sealing=Sealing(
             process=False,
-            min_segment_bytes=rng.choice((1, 8 * KIB, 64 * KIB)),
-            target_segment_bytes=rng.choice((64 * KIB, 256 * KIB)),
-            shared_files_max=rng.choice((1, 3)),
+            min_segment_bytes=rng.choice((4 * KIB, 64 * KIB, 256 * KIB)),
+            target_segment_bytes=rng.choice((256 * KIB, MIB)),
+            shared_files_max=rng.choice((2, 5)),
             backlog_max_bytes=8 * MIB,
             grace_s=1.0,
             row_group_events=rng.choice((256, 4_096, 65_536)),

@@ -70,7 +70,11 @@ class Producer:
 
     async def _one(self) -> None:
         sent = self._draw(self.rng.choice(self.topics))
-        await self._settle([sent], self.world.bus.publish(sent.topic, sent.payload, **self._options(sent)), "publish")
+        await self._settle(
+            [sent],
+            self.world.bus.publish(sent.topic, sent.payload, **self._options(sent)),
+            "publish",
+        )
 
     async def _many(self) -> None:
         topic = self.rng.choice(self.topics)
@@ -103,7 +107,11 @@ class Producer:
     async def _send_token(self, sent: Sent) -> None:
         known = sent.status == STORED and not sent.due_us
         call = self.world.bus.publish(
-            sent.topic, sent.payload, key=sent.key, headers=sent.headers or None, idempotency_key=sent.token
+            sent.topic,
+            sent.payload,
+            key=sent.key,
+            headers=sent.headers or None,
+            idempotency_key=sent.token,
         )
         receipt = await self._settle([sent], call, "publish_token")
         if receipt is not None and known and not receipt.duplicate:
@@ -138,6 +146,7 @@ class Producer:
 
     async def _transaction(self) -> None:
         deal = Deal()
+
         async def commit() -> Receipt | None:
             async with self.world.bus.transaction() as tx:
                 for topic in self.rng.sample(self.topics, self.rng.randint(2, 4)):
@@ -149,6 +158,7 @@ class Producer:
             for sent, receipt in zip(deal.sent, tx.receipts, strict=True):
                 self.oracle.stored([sent], receipt)
             return None
+
         await self._settle(deal.sent, commit(), "transaction")
         if deal.sent[0].status == STORED:
             deal.status = STORED
@@ -166,7 +176,9 @@ class Producer:
 
     # -- what came of it -----------------------------------------------------------------------
 
-    async def _settle(self, sents: list[Sent], call: Awaitable[Receipt | None], kind: str) -> Receipt | None:
+    async def _settle(
+        self, sents: list[Sent], call: Awaitable[Receipt | None], kind: str
+    ) -> Receipt | None:
         receipt: Receipt | None = None
         result = "ok"
         name = f"{kind} {sents[0].number if sents else self.oracle.steps}"
@@ -197,5 +209,7 @@ class Producer:
                 if sent.token and not sent.due_us and len(self.world.tokens) < 2_000:
                     self.world.tokens.append(sent)
         self.world.calls.pop(name, None)
-        self.oracle.note(kind, f"{sents[0].number}+{len(sents)} {sents[0].topic} {sents[0].place} {result}")
+        self.oracle.note(
+            kind, f"{sents[0].number}+{len(sents)} {sents[0].topic} {sents[0].place} {result}"
+        )
         return receipt

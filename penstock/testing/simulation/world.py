@@ -74,8 +74,10 @@ class World:
         self.disk = SimDisk(Random(plan.seed + 1), self.clock)
         self.oracle = Oracle(plan.topics, self._halt)
         self.oracle.verbose = verbose
-        self.oracle.now = lambda: self.loop.time()
-        self.watches = {g.name: GroupWatch(g, self.oracle) for g in plan.groups if g.mode == "queue"}
+        self.oracle.now = lambda: self.loop.time()  # noqa: PLW0108 - the loop changes with each life
+        self.watches = {
+            g.name: GroupWatch(g, self.oracle) for g in plan.groups if g.mode == "queue"
+        }
         self.cursors = {g.name: CursorWatch(g, self.oracle) for g in plan.groups if g.mode == "log"}
         if plan.retention_s is not None:
             for watch in self.watches.values():
@@ -118,7 +120,9 @@ class World:
         """Live and die until enough has happened, then let everything come to rest and look."""
         while self.oracle.steps < self.plan.operations or self.crashes < self.plan.crashes:
             if self.life >= MAX_LIVES:
-                self.oracle.fail("stuck", f"{self.life} lives, and only {self.oracle.steps} operations")
+                self.oracle.fail(
+                    "stuck", f"{self.life} lives, and only {self.oracle.steps} operations"
+                )
             self._one_life(Ending.draw(self.rng))
         self._one_life(Ending("rest"))
 
@@ -186,7 +190,9 @@ class World:
             await self.bus.open()
         except Exception as error:
             if not troubles.may_fail_to_open(error):
-                self.oracle.fail("recovery", f"the folder does not open: {type(error).__name__}: {error}")
+                self.oracle.fail(
+                    "recovery", f"the folder does not open: {type(error).__name__}: {error}"
+                )
             self.oracle.note("open failed", type(error).__name__)
             return
         await self.checks.after_recovery()
@@ -206,11 +212,13 @@ class World:
         await troubles.close()
 
     def _actors(self) -> list[Any]:
-        draw = lambda: Random(self.rng.random())  # noqa: E731
+        def draw() -> Random:
+            return Random(self.rng.random())
+
         actors: list[Any] = [Producer(self, draw(), number) for number in range(6)]
         for group in self.plan.groups:
             for number in range(group.members):
-                kind = Consumer if group.mode == "queue" else Reader
+                kind: Any = Consumer if group.mode == "queue" else Reader
                 actors.append(kind(self, draw(), group, number))
         actors += [Operator(self, draw()), Follower(self, draw())]
         return actors
