@@ -62,7 +62,7 @@ class Consumer:
         group = self.group
         return self.world.bus.subscribe(
             group.pattern, group=group.name, order=group.order, retry=group.retry,
-            lease_s=group.lease_s, member=member, max_inflight=self.rng.choice((1, 8, 30)),
+            lease_s=group.lease_s, member=member, max_inflight=self.rng.choice((1, 4, 12)),
             filter=dict([group.filter]) if group.filter else None,
         )  # fmt: skip
 

@@ -10,6 +10,8 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 import penstock.log.frame as frame_module
 import penstock.log.side as side_module
 from penstock.core.delivery import QueueGroup
@@ -174,6 +176,11 @@ def _accept(state: int) -> Broken:
     return broken
 
 
+def _filler(base: int) -> bytes:
+    header = {"format": 1, "epoch": 0, "base": base, "created_us": 0, "filler": bytes(16 * 1024)}
+    return msgspec.msgpack.encode(header)
+
+
 def _half_transaction(original: Any) -> Any:
     def add(
         self: Layout,
@@ -184,8 +191,13 @@ def _half_transaction(original: Any) -> Any:
         placed: list[Placed],
     ) -> int:
         position = commit.end
+        halves = len(bodies) + bool(entries) > 1
         for body, pair in zip(bodies, laid, strict=True):
             position = original(self, [body], [pair], [], commit, placed)
+            if halves:
+                # Room between the halves, as a second commit would put there: a crash that tears
+                # the write leaves one of them.
+                commit.add(frame_module.FILE_HEADER, [_filler(commit.end)])
         if entries:
             position = original(self, [], [], entries, commit, placed)
         return position

@@ -190,7 +190,7 @@ class Follower:
         topic = self.rng.choice(names)
         for partition in range(engine.state.topics[topic].partitions):
             first, end = engine.log.bounds(topic, partition)
-            start = max(first, end - self.rng.choice((5, 50, 100_000)))
+            start = max(first, end - self.rng.choice((5, 50, 500)))
             async for batch in engine.read(topic, partition, start, None):
                 self.oracle.read(batch)
         self.oracle.note("follow", topic)

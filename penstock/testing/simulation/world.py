@@ -150,9 +150,12 @@ class World:
         except (SimDeadlock, SimStepLimit) as error:
             raise Finding("stuck", str(error)) from error
         except Finding:
-            self.disk.power_off()
-            kill(self.loop)
+            self._abandon()
             raise
+        except Exception as error:
+            self._abandon()
+            where = "".join(traceback.format_exception(error)[-3:])
+            raise Finding("unexpected-error", f"{type(error).__name__}: {error} {where}") from error
         if self._stray is not None:
             raise Finding("stray-error", self._stray)
         self._end(troubles, crashed)
@@ -164,6 +167,10 @@ class World:
         where = traceback.format_exception(error)[-3:] if error is not None else []
         self._stray = f"{context.get('message')}: {error!r} {''.join(where)}"
         self.loop.halt(Finding("stray-error", self._stray))
+
+    def _abandon(self) -> None:
+        self.disk.power_off()
+        kill(self.loop)
 
     def _end(self, troubles: Troubles, crashed: bool) -> None:
         if crashed:
