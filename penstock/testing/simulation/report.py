@@ -7,8 +7,8 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing.pool import Pool
 
 import pyarrow
 
@@ -16,6 +16,8 @@ from penstock.testing.simulation.mutants import MUTANTS, Mutant, named
 from penstock.testing.simulation.oracle import Finding
 from penstock.testing.simulation.plan import Plan
 from penstock.testing.simulation.world import World
+
+FRESH_AFTER_SEEDS = 10
 
 
 @dataclass
@@ -84,22 +86,22 @@ def hunt(name: str) -> tuple[str, Report | None, int]:
     return name, None, mutant.within
 
 
-def _pool(jobs: int) -> ProcessPoolExecutor:
+def _pool(jobs: int) -> Pool:
     os.environ.setdefault("PYTHONHASHSEED", "0")
-    # A fresh process now and then: abandoned event loops are not collected quickly enough.
-    context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=10)
+    # A fresh process now and then: abandoned event loops are not collected quickly enough. (The
+    # executor of concurrent.futures has that option too, and in Python 3.11 hangs with it.)
+    return multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=FRESH_AFTER_SEEDS)
 
 
 def run_many(first: int, count: int, jobs: int) -> Iterator[Report]:
     """Simulate many seeds, each in one of `jobs` processes."""
     with _pool(jobs) as pool:
-        yield from pool.map(run, range(first, first + count))
+        yield from pool.imap(run, range(first, first + count))
 
 
 def hunt_all(jobs: int, only: str | None = None) -> Iterator[tuple[Mutant, Report | None, int]]:
     """Hunt every mutant."""
     chosen = [mutant.name for mutant in MUTANTS if only in (None, mutant.name)]
     with _pool(jobs) as pool:
-        for name, report, seeds in pool.map(hunt, chosen):
+        for name, report, seeds in pool.imap(hunt, chosen):
             yield named(name), report, seeds
