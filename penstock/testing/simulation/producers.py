@@ -34,7 +34,7 @@ class Producer:
             (10, self._with_token),
             (8, self._resend),
             (5, self._delayed),
-            (6, self._transaction),
+            (12, self._transaction),
             (2, self._aborted),
         ]
 

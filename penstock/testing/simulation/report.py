@@ -12,7 +12,8 @@ from multiprocessing.pool import Pool
 
 import pyarrow
 
-from penstock.testing.simulation.mutants import MUTANTS, Mutant, named
+from penstock.testing.simulation.mutant import Mutant
+from penstock.testing.simulation.mutants import MUTANTS, named
 from penstock.testing.simulation.oracle import Finding
 from penstock.testing.simulation.plan import Plan
 from penstock.testing.simulation.world import World

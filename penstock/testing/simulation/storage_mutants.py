@@ -1,0 +1,135 @@
+"""Mutants of the log: files that are not synced, sealed or checked as they should be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import penstock.log.frame as frame_module
+import penstock.log.side as side_module
+from penstock.engines import housekeeping
+from penstock.log.journal import Commit, Journal, file_bases, file_name
+from penstock.log.manifest import Manifest
+from penstock.log.recovery import Recovery
+from penstock.log.snapshot import DEDUP, Fold
+from penstock.testing.simulation.mutant import Deaf, Mutant, nothing
+
+
+def _skip_fsync(original: Any) -> Any:
+    def write(self: Journal, commit: Commit, *, sync: bool) -> None:
+        original(self, commit, sync=False)
+        self.durable = commit.end
+        self._watermark.publish(commit.end, self.epoch)
+
+    return write
+
+
+def _early_watermark(original: Any) -> Any:
+    def write(self: Journal, commit: Commit, *, sync: bool) -> None:
+        self._watermark.publish(commit.end, self.epoch)
+        original(self, commit, sync=sync)
+
+    return write
+
+
+def _deaf_roll(original: Any) -> Any:
+    def roll(self: Journal, base: int) -> None:
+        disk, self._disk = self._disk, Deaf(self._disk)
+        try:
+            original(self, base)
+        finally:
+            self._disk = disk
+
+    return roll
+
+
+def _ignore_failed_fsync(original: Any) -> Any:
+    def write(self: Journal, commit: Commit, *, sync: bool) -> None:
+        try:
+            original(self, commit, sync=sync)
+        except Exception:
+            self.failed = None
+
+    return write
+
+
+def _deaf_manifest(original: Any) -> Any:
+    def append(self: Manifest, frame: bytes) -> None:
+        file = self._file
+        self._file = Deaf(file)
+        try:
+            original(self, frame)
+        finally:
+            self._file = file
+
+    return append
+
+
+def _drop_dedup(original: Any) -> Any:
+    def pieces(self: Fold) -> Iterator[Any]:
+        return (piece for piece in original(self) if piece.kind != DEDUP)
+
+    return pieces
+
+
+def _seal_drops_last(original: Any) -> Any:
+    def batches(disk: Any, base: int, end: int) -> Iterator[Any]:
+        previous = None
+        for batch in original(disk, base, end):
+            if previous is not None:
+                yield previous
+            previous = batch
+        if previous is not None and previous.count > 1:
+            yield previous.slice(0, previous.count - 1)
+
+    return batches
+
+
+def _reclaim_early(original: Any) -> Any:
+    def discard(self: Any, path: str, *rest: Any) -> None:
+        original(self, path, *rest)
+        if path.startswith("journal/") and self._engine.disk.exists(path):
+            following = file_bases(self._engine.disk)
+            if len(following) > 1:
+                self._engine.disk.remove(file_name(following[1]))
+
+    return discard
+
+
+def _no_checksum(original: Any) -> Any:
+    def read_frame(view: memoryview, base: int, position: int) -> Any:
+        at = position - base
+        if at < 0 or at + frame_module.HEAD.size > len(view):
+            return None
+        length, _, stated, durable, epoch, kind = frame_module.HEAD.unpack_from(view, at)
+        if stated != position or kind not in frame_module.KINDS:
+            return None
+        body = view[at + frame_module.HEAD.size : at + frame_module.HEAD.size + length]
+        return frame_module.Frame(position, kind, body, durable, epoch)
+
+    return read_frame
+
+
+def _unsynced_side(original: Any) -> Any:
+    def write_file(disk: Any, path: str, parts: Any) -> None:
+        file = disk.open(path, create=True)
+        file.append(parts)
+        file.close()
+        disk.sync_dir(path.rpartition("/")[0])
+
+    return write_file
+
+
+STORAGE_MUTANTS = (
+    Mutant("skip-fsync", "what was acknowledged is durable", Journal, "write", _skip_fsync),
+    Mutant("early-watermark", "readers see durable events only", Journal, "write", _early_watermark),
+    Mutant("drop-dedup", "a token is remembered over restarts", Fold, "_pieces", _drop_dedup),
+    Mutant("skip-name-sync", "a new journal file's name is durable", Journal, "_roll", _deaf_roll),
+    Mutant("skip-manifest-sync", "a seal is durable before the journal goes", Manifest, "_append", _deaf_manifest),
+    Mutant("skip-side-sync", "a large payload is durable before its entry", side_module, "write_file", _unsynced_side),
+    Mutant("ignore-failed-fsync", "a failed fsync is fatal to the writer", Journal, "write", _ignore_failed_fsync),
+    Mutant("seal-drops-last", "sealing keeps every event", housekeeping, "sealed_batches", _seal_drops_last),
+    Mutant("reclaim-too-much", "only sealed journal files are removed", housekeeping.Housekeeper, "_discard", _reclaim_early),
+    Mutant("no-checksum", "a damaged frame is not served", frame_module, "read_frame", _no_checksum),
+    Mutant("ignore-hole", "a hole is refused", Recovery, "_check_tail", nothing, 20),
+)  # fmt: skip
