@@ -74,7 +74,7 @@ class AuditLog:
     ) -> None:
         self._disk = disk
         self._signer = signer
-        self._chain, self._header, self._size, self.torn = recovered
+        self._chain, self._header, self._size, self.torn, last_write = recovered
         self._path = f"{FOLDER}/{file_name(self._header.first_sequence)}"
         self._file = disk.open(self._path, write=True)
         self._at_us = now_us
@@ -83,8 +83,9 @@ class AuditLog:
         self._reader = AuditReader(disk)
         self._failure: str | None = None
         # Also without a torn end: what a dead process wrote may not have been synced, and
-        # `last_ref` promises that it is durable.
-        self._cut_back()
+        # `last_ref` promises that it is durable. It is written again, because after a failed
+        # fsync the page cache shows lines that no further fsync would bring to the disk.
+        self._cut_back(last_write)
 
     @classmethod
     def open(
@@ -285,8 +286,11 @@ class AuditLog:
             self._fail(error)
         self._size += sum(map(len, lines))
 
-    def _cut_back(self) -> None:
+    def _cut_back(self, write_again_from: int | None = None) -> None:
         try:
+            if write_again_from is not None:
+                lines = self._file.read(write_again_from, self._size - write_again_from)
+                self._file.write_at(write_again_from, bytes(lines))
             self._file.truncate(self._size)
             self._file.sync()
         except OSError as error:

@@ -89,6 +89,8 @@ class Recovered(NamedTuple):
     header: FileHeader
     end_bytes: int
     torn: TornTail | None
+    last_write: int
+    """Where the lines of the last write begin."""
 
 
 def recover(path: str, data: bytes, head: SavedHead) -> Recovered:
@@ -108,14 +110,15 @@ def recover(path: str, data: bytes, head: SavedHead) -> Recovered:
     )
     if chain.sequence == head.sequence and chain.hash != head.hash:
         raise damaged(path, 1, f"{HEAD_PATH} has another hash for the record before")
-    end = len(lines[0])
+    end = last_write = len(lines[0])
     for number, raw in enumerate(lines[1:], 2):
         try:
             entry = parse_line(path, number, raw)
         except ValueError as error:
             if _was_synced(lines[number - 1 :], path, chain) or _is_behind(chain, head):
                 raise damaged(path, number, str(error)) from None
-            return Recovered(chain, header, end, TornTail(path, end, len(data) - end))
+            torn = TornTail(path, end, len(data) - end)
+            return Recovered(chain, header, end, torn, last_write)
         if isinstance(entry, Checkpoint) and (entry.sequence, entry.hash) == (
             chain.sequence,
             chain.hash,
@@ -125,6 +128,8 @@ def recover(path: str, data: bytes, head: SavedHead) -> Recovered:
             raise damaged(path, number, f"the line does not follow record {chain.sequence}")
         elif entry.sequence == head.sequence and entry.hash != head.hash:
             raise damaged(path, number, f"{HEAD_PATH} has another hash for this record")
+        elif entry.sequence == entry.batch:
+            last_write = end
         end += len(raw)
     if _is_behind(chain, head):
         raise damaged(
@@ -133,7 +138,7 @@ def recover(path: str, data: bytes, head: SavedHead) -> Recovered:
             f"{HEAD_PATH} knows {head.sequence} records and checkpoint {head.checkpoint}, "
             f"the file ends with {chain.sequence} and {chain.last_checkpoint}",
         )
-    return Recovered(chain, header, end, None)
+    return Recovered(chain, header, end, None, last_write)
 
 
 def _is_behind(chain: AuditChain, head: SavedHead) -> bool:

@@ -57,6 +57,10 @@ class File(Protocol):
         """Length in bytes, allocated room included."""
         ...
 
+    def written(self, start: int) -> Sequence[tuple[int, int]]:
+        """(start, end) of each part from `start` on that may hold more than zeros."""
+        ...
+
     def close(self) -> None:
         """Release the handle; does not sync."""
         ...
@@ -185,6 +189,22 @@ class RealFile:
 
     def size(self) -> int:
         return os.fstat(self._fd).st_size
+
+    def written(self, start: int) -> Sequence[tuple[int, int]]:
+        # All at once: a hole that was read ahead into the page cache counts as data.
+        parts: list[tuple[int, int]] = []
+        end = self.size()
+        while start < end:
+            try:
+                start = os.lseek(self._fd, start, os.SEEK_DATA)
+            except OSError as error:
+                if error.errno != errno.ENXIO:  # nothing but holes from here
+                    raise
+                break
+            stop = os.lseek(self._fd, start, os.SEEK_HOLE)
+            parts.append((start, stop))
+            start = stop
+        return parts
 
     def close(self) -> None:
         if self._fd >= 0:

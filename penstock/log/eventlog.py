@@ -21,7 +21,8 @@ from penstock.log.manifest import Manifest
 from penstock.log.segment import SegmentInfo
 from penstock.log.segment_reader import GroupCache, SegmentReader
 from penstock.log.side import attach
-from penstock.model.batch import BatchHead, EventBatch
+from penstock.model.batch import EventBatch
+from penstock.model.batch_head import BatchHead
 from penstock.model.errors import OffsetExpired
 
 Place = tuple[str, int]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.log.disk import Bytes
+from penstock.log.disk import Bytes, File
 
 # length of the body, checksum, position, durable position, epoch, kind
 HEAD = struct.Struct("<IIQQIB3x")
@@ -96,24 +96,26 @@ def frames(view: memoryview, base: int, start: int, end: int) -> Iterator[Frame]
         start = frame.end
 
 
-def written_blocks(view: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """(offset, block) for each block that is not all zeros: what allocated room was written to."""
-    for at in range(0, len(view), BLOCK_BYTES):
-        block = view[at : at + BLOCK_BYTES]
-        words = np.frombuffer(block[: len(block) & ~7], dtype=np.uint64)
-        if words.any() or any(block[len(block) & ~7 :]):
-            yield at, block
+def written_blocks(file: File, start: int) -> Iterator[tuple[int, memoryview]]:
+    """(offset, block) from `start` on for each block that is not all zeros."""
+    for first, last in file.written(start):
+        for at in range(first, last, BLOCK_BYTES):
+            block = file.read(at, min(BLOCK_BYTES, last - at))
+            words = np.frombuffer(block[: len(block) & ~7], dtype=np.uint64)
+            if words.any() or any(block[len(block) & ~7 :]):
+                yield at, block
 
 
-def later_frames(view: memoryview, base: int, after: int) -> Iterator[Frame]:
+def later_frames(file: File, base: int, after: int) -> Iterator[Frame]:
     """Whole frames anywhere behind a broken one; found by the address each frame carries."""
+    view = file.read(0, file.size())
     first = after - base + 8
     first += -first & 7
-    for at, block in written_blocks(view[first:]):
+    for at, block in written_blocks(file, first):
         usable = len(block) & ~7
         words = np.frombuffer(block[:usable], dtype=np.uint64)
         # A frame at offset o of the file holds base + o in its second word.
-        start = base + first + at - 8
+        start = base + at - 8
         expected = np.arange(start, start + usable, 8, dtype=np.uint64)
         for index in np.flatnonzero(words == expected).tolist():
             frame = read_frame(view, base, start + index * 8)

@@ -14,6 +14,7 @@ import msgspec
 from penstock.log.disk import Disk, File, write_file
 from penstock.log.manifest_log import (
     FORMAT,
+    HEAD,
     Change,
     UnknownFormat,
     commit_frame,
@@ -217,6 +218,11 @@ class Manifest(SegmentIndex):
             self.report = Report(cut_bytes=size - found.whole_end)
             file.truncate(found.whole_end)
         self._end = found.whole_end
+        # After a failed fsync the page cache shows bytes that the disk does not have, and another
+        # fsync would not write them: write the last record again.
+        last = found.changes[-1] if found.pending is None else found.pending
+        start = max(0, found.whole_end - len(commit_frame()) - HEAD.size - len(last))
+        file.write_at(start, bytes(file.read(start, found.whole_end - start)))
         if found.pending is not None:
             file.sync()
             file.append([commit_frame()])

@@ -82,6 +82,9 @@ class MemoryFile:
         self._need(1)
         return self._node.pages.length
 
+    def written(self, start: int) -> Sequence[tuple[int, int]]:
+        return [(start, self.size())]
+
     def close(self) -> None:
         self._state = 0
 

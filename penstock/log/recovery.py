@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from penstock.core.entry import Audited, decode_entries
-from penstock.log.disk import Disk, read_file, write_file
+from penstock.log.disk import Disk, File, read_file, write_file
 from penstock.log.eventlog import EventLog
 from penstock.log.frame import (
     CONTROL,
@@ -38,7 +38,7 @@ from penstock.log.journal import (
 )
 from penstock.log.manifest import Manifest
 from penstock.log.snapshot import Fold
-from penstock.model.batch import BatchHead
+from penstock.model.batch_head import BatchHead
 from penstock.model.errors import Corrupted, FormatTooNew, NotADataFolder, OffsetExpired
 from penstock.model.settings import Settings
 
@@ -215,8 +215,8 @@ class Recovery:
                 if position != following:
                     raise self._hole(file_name(base), position)
             elif self.write:
-                self._check_tail(base, view, position)
-                self._cut_tail(base, view, position)
+                self._check_tail(base, file, position)
+                self._cut_tail(base, file, position)
                 if position == base:
                     return
                 # After a failed fsync the page cache shows bytes that the disk does not have, and
@@ -265,16 +265,16 @@ class Recovery:
                     self.audited.append((frame.position + number, entry))
                     number += 1
 
-    def _check_tail(self, base: int, view: memoryview, end: int) -> None:
+    def _check_tail(self, base: int, file: File, end: int) -> None:
         """A broken frame at the end is an interrupted write only if nothing proves it was durable."""
         if end < self._promised:
             raise self._hole(file_name(base), end)
-        for frame in later_frames(view, base, end):
+        for frame in later_frames(file, base, end):
             if frame.durable > end:
                 raise self._hole(file_name(base), end)
 
-    def _cut_tail(self, base: int, view: memoryview, end: int) -> None:
-        self.torn_bytes += sum(len(block) for _, block in written_blocks(view[end - base :]))
+    def _cut_tail(self, base: int, file: File, end: int) -> None:
+        self.torn_bytes += sum(len(block) for _, block in written_blocks(file, end - base))
         if end == base:
             self.disk.remove(file_name(base))
             self.disk.sync_dir(FOLDER)

@@ -17,7 +17,8 @@ from penstock.core.entry import TopicGone, decode_entries
 from penstock.core.state import Piece, State, load_pieces, pieces_of
 from penstock.log.disk import Bytes, Disk, read_file, write_file
 from penstock.log.frame import BATCH, CONTROL, GROUP, Frame, read_group
-from penstock.model.batch import EXPLICIT_TOKENS, BatchHead, EventBatch
+from penstock.model.batch import EventBatch
+from penstock.model.batch_head import EXPLICIT_TOKENS, BatchHead
 from penstock.model.errors import Corrupted
 from penstock.model.settings import Dedup as DedupSettings
 

@@ -13,11 +13,25 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from penstock.model.batch_head import (
+    APPEND_TIMES,
+    CONSECUTIVE_TOKENS,
+    EXPIRES,
+    EXPLICIT_TOKENS,
+    HEAD,
+    HEADERS,
+    KEY_NULLS,
+    KEYS,
+    ONE_TIME,
+    PRIORITY,
+    VERSION,
+    BatchHead,
+)
 from penstock.model.column import (
     MAX_COLUMN_BYTES,
     NO_HEADERS,
@@ -28,24 +42,10 @@ from penstock.model.column import (
     padding,
 )
 from penstock.model.compressor import bounded_decompress, compressors
-from penstock.model.errors import FormatTooNew, InvalidBatch
+from penstock.model.errors import InvalidBatch
 from penstock.model.event import Event
 from penstock.model.token import TOKEN_BYTES, expand, token_at
 
-VERSION = 1
-# version, flags, count, partition, schema id, base offset, append time, event time of the first,
-# stored body bytes, raw body bytes, side file bytes, lengths of topic, tenant, codec and compressor
-# names, token of the first
-HEAD = struct.Struct("<BxHIIIQqqIIIHBBB3x16s")
-CONSECUTIVE_TOKENS = 1
-ONE_TIME = 2
-KEYS = 4
-KEY_NULLS = 8
-HEADERS = 16
-EXPIRES = 32
-PRIORITY = 64
-EXPLICIT_TOKENS = 128
-APPEND_TIMES = 256
 # Head and body of a batch with three full columns stay below this, whatever a head claims.
 MAX_BODY_BYTES = 3 * MAX_COLUMN_BYTES
 STRIDE_EVENTS = 512
@@ -303,10 +303,13 @@ class EventBatch:
     def __iter__(self) -> Iterator[Event]:
         # In strides, so that what is built for one event is still in the processor's cache when
         # the caller looks at it: twice as fast on a batch of 65,536.
+        column = self.header_column
+        shared = None if column is None else column.shared_mappings()
         for start in range(0, self.count, STRIDE_EVENTS):
             stop = min(start + STRIDE_EVENTS, self.count)
             part = self.slice(start, stop)
-            columns = (part.keys(), part.payloads(), part.headers())
+            headers = part.headers() if shared is None else shared[start:stop]
+            columns = (part.keys(), part.payloads(), headers)
             yield from map(Event, repeat(self), range(start, stop), *columns)
 
     def event(self, index: int, attempt: int = 0, delivery: Any = None) -> Event:
@@ -386,53 +389,6 @@ class EventBatch:
         if self.header_column is not None:
             part.header_column = self.header_column.slice(start, stop)
         return part
-
-
-class BatchHead(NamedTuple):
-    """The fixed part of an encoded batch: enough to index it without touching its columns."""
-
-    flags: int
-    count: int  # type: ignore[assignment]
-    partition: int
-    schema_id: int
-    base_offset: int
-    append_time_us: int
-    time_us: int
-    stored_bytes: int
-    raw_bytes: int
-    side_bytes: int
-    token_base: bytes
-    topic: str
-    tenant: str
-    codec: str
-    compressor: str
-    body_at: int
-
-    @classmethod
-    def parse(cls, view: memoryview) -> BatchHead:
-        """Read the head of an encoded batch."""
-        if len(view) < HEAD.size:
-            raise InvalidBatch(f"{len(view)} bytes are too short for a batch")
-        version, *numbers, topic, tenant, codec, compressor, token = HEAD.unpack_from(view)
-        if version != VERSION:
-            raise FormatTooNew(
-                f"a batch of version {version} was met; this Penstock reads version {VERSION}. "
-                "Upgrade Penstock",
-                version=version,
-            )
-        names_end = HEAD.size + topic + tenant + codec + compressor
-        body_at = names_end + (-names_end & 7)
-        try:
-            names = str(view[HEAD.size : names_end], "ascii")
-        except UnicodeDecodeError:
-            raise InvalidBatch("the names in a batch head are not ASCII") from None
-        a, b, c = topic, topic + tenant, topic + tenant + codec
-        head = cls(*numbers, token, names[:a], names[a:b], names[b:c], names[c:], body_at)  # type: ignore[call-arg]
-        if head.count == 0 or body_at + head.stored_bytes > len(view):
-            raise InvalidBatch(
-                f"a batch of {head.count} events claims more than its {len(view)} bytes"
-            )
-        return head
 
 
 class _Cursor:

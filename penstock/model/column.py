@@ -6,11 +6,13 @@ import struct
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
+from penstock.model.arrow_values import arrow_values
 from penstock.model.errors import InvalidBatch, InvalidHeaders
 
 Bytes = bytes | bytearray | memoryview
@@ -21,8 +23,10 @@ NO_HEADERS: Headers = MappingProxyType({})
 MAX_COLUMN_BYTES = 1 << 30
 
 _PAIR = struct.Struct("<ii")
-# Below this the call into Arrow costs more than it saves.
+# Below this the calls into numpy and Arrow cost more than they save.
 BULK_VALUES = 32
+# Values repeat often enough to be worth sharing when there are this many of each.
+FEW_DISTINCT = 4
 
 
 def padding(length: int) -> bytes:
@@ -40,6 +44,13 @@ def _offsets(lengths: Sequence[int], count: int) -> Bytes:
             f"a batch of {ends[-1]} bytes is over {MAX_COLUMN_BYTES}; publish it in smaller batches"
         )
     return ends.astype(np.int32).data.cast("B")
+
+
+class DistinctTexts(NamedTuple):
+    """The texts of a column, each once, and which of them stands where."""
+
+    texts: list[str]
+    places: npt.NDArray[np.int32]
 
 
 class Strings:
@@ -78,31 +89,58 @@ class Strings:
     def values(self) -> list[bytes]:
         """All values."""
         if self.count >= BULK_VALUES:
-            return self._bulk(pa.binary())
-        ends = self.ends()
-        return [bytes(self.data[start:end]) for start, end in pairwise(ends.tolist())]
+            width = self._width()
+            if width:
+                start = self.ends()[0]
+                fixed = np.frombuffer(self.data, f"V{width}", count=self.count, offset=start)
+                return fixed.tolist()  # type: ignore[no-any-return]
+            if arrow_values.worth(self.count):
+                return self._by_arrow(pa.binary())
+        ends = self.ends().tolist()
+        first = ends[0]
+        data = bytes(self.data[first : ends[-1]])
+        return [data[start - first : end - first] for start, end in pairwise(ends)]
 
     def texts(self) -> list[str]:
         """All values as text."""
         if self.count >= BULK_VALUES:
-            same = self._same()
-            return self._bulk(pa.string()) if same is None else [same.decode()] * self.count
+            same = self.same()
+            if same is not None:
+                return [same.decode()] * self.count
+            if arrow_values.worth(self.count):
+                return self._by_arrow(pa.string())
         return [value.decode() for value in self.values()]
 
-    def _bulk(self, kind: pa.DataType) -> list[Any]:
-        """Arrow builds Python objects four times faster than slicing does."""
-        buffers = [None, pa.py_buffer(self.offsets), pa.py_buffer(self.data)]
-        array = pa.Array.from_buffers(kind, self.count, buffers)
-        values: list[Any] = array.to_numpy(zero_copy_only=False).tolist()
+    def distinct_texts(self) -> DistinctTexts | None:
+        """Each text once; None where too few repeat for that to save anything."""
+        if not arrow_values.worth(self.count):
+            return None
+        encoded = self._array(pa.string()).dictionary_encode()
+        if len(encoded.dictionary) * FEW_DISTINCT > self.count:
+            return None
+        return DistinctTexts(encoded.dictionary.to_pylist(), encoded.indices.to_numpy())
+
+    def _by_arrow(self, kind: pa.DataType) -> list[Any]:
+        values: list[Any] = self._array(kind).to_numpy(zero_copy_only=False).tolist()
         return values
 
-    def _same(self) -> bytes | None:
-        """The one value of a column whose values are all the same, as header names often are."""
+    def _array(self, kind: pa.DataType) -> pa.Array:
+        buffers = [None, pa.py_buffer(self.offsets), pa.py_buffer(self.data)]
+        return pa.Array.from_buffers(kind, self.count, buffers)
+
+    def _width(self) -> int:
+        """The length of every value, or 0 where they differ."""
         ends = np.frombuffer(self.offsets, dtype=np.int32, count=self.count + 1)
-        first, last = int(ends[0]), int(ends[-1])
-        value = bytes(self.data[first : int(ends[1])])
-        if len(value) * self.count != last - first or (np.diff(ends) != len(value)).any():
+        width = int(ends[1] - ends[0])
+        return width if (np.diff(ends) == width).all() else 0
+
+    def same(self) -> bytes | None:
+        """The one value of a column whose values are all the same, as header names often are."""
+        width, ends = self._width(), self.ends()
+        first, last = ends[0], ends[self.count]
+        if not width:
             return None
+        value = bytes(self.data[first : first + width])
         return value if bytes(self.data[first:last]) == value * self.count else None
 
     def parts(self) -> tuple[Bytes, Bytes]:
@@ -153,29 +191,54 @@ class HeaderColumn:
 
     def mappings(self) -> list[Headers]:
         """One mapping for each event."""
+        shared = self.shared_mappings()
+        if shared is not None:
+            return shared
         ends = memoryview(self.offsets).cast("B").cast("i").tolist()
         first, last = ends[0], ends[self.count]
-        if first == last:
-            return [NO_HEADERS] * self.count
         names = self.keys.slice(first, last).texts()
         texts = self.values.slice(first, last).texts()
-        if last - first == self.count and ends == list(range(first, last + 1)):
-            name = names[0]
-            if names.count(name) == len(names):
-                return [{name: text} for text in texts]
-            return [{name: text} for name, text in zip(names, texts, strict=True)]
+        if self._one_each():
+            pairs = zip(names, texts, strict=True)
+            return [MappingProxyType({name: text}) for name, text in pairs]
         return [
-            dict(
-                zip(
-                    names[start - first : end - first],
-                    texts[start - first : end - first],
-                    strict=False,
+            MappingProxyType(
+                dict(
+                    zip(
+                        names[start - first : end - first],
+                        texts[start - first : end - first],
+                        strict=False,
+                    )
                 )
             )
             if end > start
             else NO_HEADERS
             for start, end in pairwise(ends)
         ]
+
+    def shared_mappings(self) -> list[Headers] | None:
+        """The mappings where events that say the same share one; None where few would."""
+        ends = self._ends()
+        first, last = int(ends[0]), int(ends[-1])
+        if first == last:
+            return [NO_HEADERS] * self.count
+        if self.count < BULK_VALUES or not self._one_each():
+            return None
+        name = self.keys.slice(first, last).same()
+        found = None if name is None else self.values.slice(first, last).distinct_texts()
+        if name is None or found is None:
+            return None
+        shared = np.empty(len(found.texts), dtype=object)
+        shared[:] = [MappingProxyType({name.decode(): text}) for text in found.texts]
+        mappings: list[Headers] = shared[found.places].tolist()
+        return mappings
+
+    def _one_each(self) -> bool:
+        ends = self._ends()
+        return bool((ends[1:] - ends[:-1] == 1).all())
+
+    def _ends(self) -> npt.NDArray[np.int32]:
+        return np.frombuffer(self.offsets, dtype=np.int32, count=self.count + 1)
 
     def at(self, index: int) -> Headers:
         """The headers of one event."""

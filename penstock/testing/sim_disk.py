@@ -104,6 +104,9 @@ class SimFile:
         self._need()
         return self._inode.pages.length
 
+    def written(self, start: int) -> Sequence[tuple[int, int]]:
+        return [(start, self.size())]
+
     def close(self) -> None:
         self._disk.check_power()
         self._open = False

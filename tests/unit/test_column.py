@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.model import column as module
+from penstock.model.arrow_values import AFTER_VALUES, ArrowValues
 from penstock.model.column import NO_HEADERS, HeaderColumn, Strings, padding
 from penstock.model.errors import InvalidBatch, InvalidHeaders
 
-VALUES = st.lists(st.binary(max_size=20), min_size=1, max_size=40)
+
+@pytest.fixture(params=["sliced", "by Arrow"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Values are made in two ways: at first by slicing, later by Arrow."""
+    module.arrow_values._start()
+    monkeypatch.setattr(module.arrow_values, "_ready", request.param == "by Arrow")
+    monkeypatch.setattr(module.arrow_values, "_left", 1 << 60)
+    return str(request.param)
+
+
+VALUES = st.lists(st.binary(max_size=20), min_size=1, max_size=80)
 TEXT = st.text(st.characters(codec="utf-8"), max_size=8)
-HEADERS = st.lists(st.none() | st.dictionaries(TEXT, TEXT, max_size=4), min_size=1, max_size=20)
+HEADERS = st.lists(st.none() | st.dictionaries(TEXT, TEXT, max_size=4), min_size=1, max_size=50)
 
 
 def bounds(data: st.DataObject, count: int) -> tuple[int, int]:
@@ -97,3 +110,32 @@ def test_a_column_over_its_bound_is_refused(monkeypatch) -> None:
 def test_padding_reaches_the_next_multiple_of_eight(length: int) -> None:
     assert (length + len(padding(length))) % 8 == 0
     assert len(padding(length)) < 8
+
+
+@given(
+    st.lists(st.sampled_from(["", "a", "bc", "città"]), min_size=32, max_size=80),
+    st.sampled_from([["kind"], ["kind", "art"]]),
+)
+def test_one_header_each_comes_back_shared_or_not(texts: list[str], names: list[str]) -> None:
+    headers = [{names[index % len(names)]: text} for index, text in enumerate(texts)]
+    column = HeaderColumn.of([{"x": "y"}, *headers])
+    for part in (column, column.slice(1, len(headers) + 1)):
+        assert part.mappings()[-len(headers) :] == headers
+
+
+def test_events_that_say_the_same_share_a_mapping_that_cannot_be_changed(way: str) -> None:
+    headers = HeaderColumn.of([{"kind": f"k{index % 2}"} for index in range(40)]).mappings()
+    assert (headers[0] is headers[2]) == (way == "by Arrow")
+    with pytest.raises(TypeError):
+        headers[0]["a"] = "b"  # type: ignore[index]
+
+
+def test_arrow_is_started_once_enough_was_read() -> None:
+    arrow = ArrowValues()
+    assert not arrow.worth(AFTER_VALUES - 1)
+    assert not arrow._ready
+    arrow.worth(1)
+    for thread in threading.enumerate():
+        if thread.name == "penstock-arrow":
+            thread.join()
+    assert arrow.worth(1)

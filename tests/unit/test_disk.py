@@ -299,3 +299,23 @@ def test_any_sequence_of_writes_gives_the_same_bytes(
         assert file.size() == len(model.data)
     assert bytes(file.read(0, len(model.data) + 1)) == model.data
     file.close()
+
+
+def test_written_leaves_out_allocated_room(make_disk: Callable[[], Disk]) -> None:
+    file = make_disk().open("a", create=True)
+    file.allocate(1 << 20)
+    file.append([b"x" * 10])
+    file.write_at(1 << 19, b"y")
+    parts = list(file.written(0))
+    assert all(start < end <= 1 << 20 for start, end in parts)
+    for at in (0, 9, 1 << 19):
+        assert any(start <= at < end for start, end in parts)
+    assert list(file.written(1 << 20)) in ([], [(1 << 20, 1 << 20)])
+
+
+def test_the_real_disk_knows_holes_from_data(tmp_path: Path) -> None:
+    file = RealDisk(tmp_path).open("a", create=True)
+    file.allocate(8 << 20)
+    file.append([b"x" * 10])
+    covered = sum(end - start for start, end in file.written(0))
+    assert 10 <= covered < 4 << 20

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.log.disk import File
 from penstock.log.frame import (
     BATCH,
     CONTROL,
@@ -21,6 +22,7 @@ from penstock.log.frame import (
     read_frame,
     read_group,
 )
+from penstock.log.memory_disk import MemoryDisk
 
 BODIES = st.lists(st.binary(max_size=40), max_size=5)
 
@@ -84,6 +86,12 @@ def test_frames_end_at_the_first_that_is_not_whole() -> None:
     assert [bytes(each.body) for each in frames(broken, 0, 0, 120)] == [b"a"]
 
 
+def stored(data: bytes) -> File:
+    file = MemoryDisk().open("a", create=True)
+    file.append([data])
+    return file
+
+
 @given(
     st.lists(st.binary(min_size=1, max_size=50), min_size=2, max_size=8),
     st.integers(0, 2**40),
@@ -98,14 +106,14 @@ def test_later_frames_finds_all_that_are_whole_behind_a_broken_one(bodies, base,
     broken = data.draw(st.integers(0, len(bodies) - 2))
     at = starts[broken] - base
     damaged = joined[:at] + b"\xee" * 40 + joined[at + 40 :]
-    found = [each.position for each in later_frames(memoryview(damaged), base, starts[broken])]
+    found = [each.position for each in later_frames(stored(damaged), base, starts[broken])]
     whole = [start for start in starts[broken + 1 :] if start - base >= at + 40]
     assert found == whole
 
 
 @pytest.mark.parametrize("size", [0, 8, 31, 39, 40, 48])
 def test_later_frames_in_a_short_or_empty_rest(size: int) -> None:
-    assert list(later_frames(memoryview(bytes(size)), 0, 0)) == []
+    assert list(later_frames(stored(bytes(size)), 0, 0)) == []
 
 
 ENTRIES = st.lists(st.tuples(st.sampled_from([BATCH, CONTROL]), BODIES), max_size=6)

@@ -10,6 +10,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from penstock.engines.embedded import EmbeddedEngine
+from penstock.log.journal import file_bases, file_name
 from penstock.model.errors import Corrupted, OffsetExpired, PenstockError
 from penstock.testing.sim_disk import SimDisk
 from penstock.testing.sim_loop import SimLoop, kill
@@ -54,7 +55,9 @@ class Damage:
 
     def _damage(self, disk: SimDisk) -> str | None:
         prefix = self.rng.choice(FOLDERS)
-        if self.rng.random() < 0.75:
+        if prefix == "journal/" and self.rng.random() < 0.5:
+            prefix = file_name(file_bases(disk)[-1])  # not sealed yet: the only copy
+        if self.rng.random() < 0.75 or prefix not in FOLDERS:
             hit = disk.flip_random(prefix)
             if hit is None:
                 return None

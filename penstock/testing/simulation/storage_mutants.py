@@ -8,11 +8,12 @@ from typing import Any
 import penstock.log.frame as frame_module
 import penstock.log.side as side_module
 from penstock.engines import housekeeping
+from penstock.log.disk import File
 from penstock.log.journal import Commit, Journal, file_bases, file_name
 from penstock.log.manifest import Manifest
 from penstock.log.recovery import Recovery
 from penstock.log.snapshot import DEDUP, Fold
-from penstock.testing.simulation.mutant import Deaf, Mutant, nothing
+from penstock.testing.simulation.mutant import Deaf, Mutant
 
 
 def _skip_fsync(original: Any) -> Any:
@@ -120,6 +121,13 @@ def _unsynced_side(original: Any) -> Any:
     return write_file
 
 
+def _ignore_hole(original: Any) -> Any:
+    def check_tail(self: Recovery, base: int, file: File, end: int) -> None:
+        self.watermark = 0
+
+    return check_tail
+
+
 STORAGE_MUTANTS = (
     Mutant("skip-fsync", "what was acknowledged is durable", Journal, "write", _skip_fsync),
     Mutant("early-watermark", "readers see durable events only", Journal, "write", _early_watermark),
@@ -131,5 +139,5 @@ STORAGE_MUTANTS = (
     Mutant("seal-drops-last", "sealing keeps every event", housekeeping, "sealed_batches", _seal_drops_last),
     Mutant("reclaim-too-much", "only sealed journal files are removed", housekeeping.Housekeeper, "_discard", _reclaim_early),
     Mutant("no-checksum", "a damaged frame is not served", frame_module, "read_frame", _no_checksum),
-    Mutant("ignore-hole", "a hole is refused", Recovery, "_check_tail", nothing, 20),
+    Mutant("ignore-hole", "a hole is refused", Recovery, "_check_tail", _ignore_hole, 20),
 )  # fmt: skip
