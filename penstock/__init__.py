@@ -2,8 +2,10 @@
 #   model     vocabulary: topics, events, batches, tokens, errors, settings, codecs       pure
 #   core      machines without I/O: routing, delivery, schedule, admission, dedup, audit  pure
 #   log       journal, segments, manifest, snapshots, recovery: files through one Disk
-#   engines   memory, embedded, follower: one shape, one conformance suite
+#   wire      the protocol of the broker: frames, messages, how they travel              pure
+#   engines   memory, embedded, follower, broker: one shape, one conformance suite
 #   bus       the public API around an engine
+#   server    the daemon: sessions, ZeroMQ, TCP, HTTP around the embedded engine
 #   testing   simulator, simulated disk and loop, conformance suite
 #   bench     the benchmark harness and its peers
 #   cli       the `penstock` command

@@ -16,6 +16,7 @@ import json
 import os
 import shlex
 import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -34,7 +35,8 @@ from penstock.bench.cases.workload import (
     open_bus,
     together,
 )
-from penstock.model.settings import GIB, Retention, Sealing, Settings
+from penstock.model.setting import GIB
+from penstock.model.settings import Retention, Sealing, Settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -109,7 +111,9 @@ class Soak:
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
-        await self.read()
+        last_s = self.readings[-1].at_s if self.readings else 0.0
+        if time.perf_counter() - self._start > last_s + 1:  # else the rate would be noise
+            await self.read()
 
     async def _watch(self) -> None:
         for number in itertools.count(1):
@@ -150,7 +154,10 @@ class Soak:
 
 
 def slope_mb_per_min(readings: Sequence[Reading]) -> float:
-    """How fast memory grows, by least squares over the readings after the first two minutes.
+    """How fast memory grows: the median of the slopes between all readings after two minutes.
+
+    A leak moves most of them. A file mapped for a moment while it is merged moves few; the peak is
+    reported beside it.
 
     >>> slope_mb_per_min([Reading(120 + 60 * at, 0, 200 + 3 * at, 0, 0, 0) for at in range(5)])
     3.0
@@ -158,10 +165,11 @@ def slope_mb_per_min(readings: Sequence[Reading]) -> float:
     points = [(each.at_s / 60, each.rss_mb) for each in readings if each.at_s >= WARM_S]
     if len(points) < 2:
         return 0.0
-    middle_x = sum(x for x, _ in points) / len(points)
-    middle_y = sum(y for _, y in points) / len(points)
-    spread = sum((x - middle_x) ** 2 for x, _ in points)
-    return sum((x - middle_x) * (y - middle_y) for x, y in points) / spread
+    return statistics.median(
+        (y - before_y) / (x - before_x)
+        for (before_x, before_y), (x, y) in itertools.combinations(points, 2)
+        if x > before_x
+    )
 
 
 def rate(readings: Sequence[Reading], start_s: float, stop_s: float) -> float:
@@ -200,6 +208,7 @@ async def soak(folder: Path, seconds: float, journal_bytes: float) -> dict[str, 
         "burst_per_s": round(rate(readings, 0, min(BURST_S, end_s))),
         "sustained_per_s": round(rate(readings, WARM_S if end_s > 2 * WARM_S else 0, end_s)),
         "rss_slope_mb_per_min": round(slope, 3),
+        "rss_peak_mb": max(each.rss_mb for each in readings),
         "rss_steady": slope <= MAX_SLOPE_MB_PER_MIN,
         "write_amplification": round(writes.per_byte(run.events * PAYLOAD_BYTES), 3),
         "journal_bytes": written_bytes,

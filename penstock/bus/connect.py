@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from penstock.bus.bus import Bus
+from penstock.engines.dial import broker_engine
 from penstock.engines.embedded import EmbeddedEngine
 from penstock.engines.engine import Engine
 from penstock.engines.follower import FollowerEngine
@@ -19,7 +20,8 @@ from penstock.model.loader import load
 from penstock.model.settings import Settings
 
 # Served by engines of later releases; named here so that the refusal can say so.
-PLANNED = ("penstock", "nats", "amqp", "ring")
+PLANNED = ("nats", "amqp", "ring")
+BROKER = ("penstock", "penstocks", "penstock+zmq")
 
 
 def connect(
@@ -29,7 +31,10 @@ def connect(
     identity: Identity | None = None,
     **flags: Any,
 ) -> Bus:
-    """A bus at a URL: `mem:`, or the path of a folder (`?mode=ro` to only read it).
+    """A bus at a URL: `mem:`, the path of a folder (`?mode=ro` to only read it), or a broker.
+
+    `penstock://host:port` speaks TCP with a broker that `penstock up` runs, `penstocks://` the same
+    inside TLS, `penstock+zmq://host:port` ZeroMQ.
 
     Settings come from the file named by PENSTOCK_CONFIG, from the environment and from `flags`
     (`durability__fsync="never"`), unless `settings` gives all of them.
@@ -46,7 +51,9 @@ def connect(
         identity = Identity(settings.identity.tenant, settings.identity.subject)
     scheme, path, options = _parse(str(url))
     engine: Engine
-    if scheme == "mem":
+    if scheme in BROKER:
+        engine = broker_engine(scheme, path, settings, identity, options.get("client", ""))
+    elif scheme == "mem":
         engine = MemoryEngine(settings)
     elif options.get("mode") == "ro":
         engine = FollowerEngine(RealDisk(path), settings)
@@ -60,6 +67,8 @@ def _parse(url: str) -> tuple[str, str, dict[str, str]]:
     parts = urlsplit(url)
     options = {name: values[-1] for name, values in parse_qs(parts.query).items()}
     unknown = set(options) - {"mode", "without"}
+    if parts.scheme in BROKER:
+        unknown -= {"client"}
     if unknown or options.get("mode", "rw") not in ("rw", "ro"):
         raise UnknownScheme(
             f"{url!r} has an option this bus does not know; use ?mode=ro to open a folder read-only",
@@ -67,9 +76,13 @@ def _parse(url: str) -> tuple[str, str, dict[str, str]]:
         )
     if parts.scheme == "mem":
         return "mem", "", options
+    if parts.scheme in BROKER and parts.netloc and parts.path in ("", "/"):
+        return parts.scheme, parts.netloc, options
     if parts.scheme in ("", "file") and not parts.netloc and (parts.path or url == "."):
         return "file", parts.path, options
     planned = ", and it comes with a later release" if parts.scheme in PLANNED else ""
     raise UnknownScheme(
-        f"no engine serves {url!r}{planned}. Use 'mem:' or the path of a folder", url=url
+        f"no engine serves {url!r}{planned}. Use 'mem:', the path of a folder, or "
+        "penstock://host:port",
+        url=url,
     )

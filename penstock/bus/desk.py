@@ -11,6 +11,7 @@ from penstock.core.entry import TopicSpec
 from penstock.core.schedule import parse_every
 from penstock.engines import request as ask
 from penstock.model.codec import codecs
+from penstock.model.topic import check_topic
 
 if TYPE_CHECKING:
     from penstock.bus.bus import Bus
@@ -63,6 +64,7 @@ class Topics(Desk):
         """Make a topic before anybody publishes to it."""
         if write_once is not None:
             self._bus.need("write-once")
+        check_topic(name)
         spec = TopicSpec(partitions, retention_age_s, retention_bytes, write_once)
         return await self._bus.ask(ask.CreateTopic(name, spec))
 

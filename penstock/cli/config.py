@@ -124,7 +124,8 @@ def example_toml() -> str:
     """A TOML file in which everything is commented out: the defaults, ready to be changed."""
     from penstock.model.quantity import unit_of
     from penstock.model.reference import allowed
-    from penstock.model.settings import Settings, field_types
+    from penstock.model.setting import field_types
+    from penstock.model.settings import Settings
 
     lines = ["# Settings of Penstock. Every line is the default; remove its # to change one."]
     for group, kind in field_types(Settings).items():

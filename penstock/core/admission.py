@@ -267,7 +267,8 @@ class Admission:
         if cap is not None and self._ingress + events > cap:
             share = cap // (self._active + (not state.ingress))
             within = self._ingress + events <= INGRESS_CEILING * cap
-            if not (within and state.ingress + events <= share):
+            # A batch larger than the limit goes alone: told to wait, it would wait for ever.
+            if self._ingress and not (within and state.ingress + events <= share):
                 return _over(events, cap, "max_global_ingress", INGRESS_RETRY_S)
         if lane == "log":
             return None

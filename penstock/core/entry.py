@@ -189,10 +189,40 @@ class Audited(Entry, frozen=True, tag="audited"):
     result: dict[str, str | int | None]
 
 
+class SessionPut(Entry, frozen=True, tag="session"):
+    """A client began a session that outlives its connection (row T4)."""
+
+    session: str
+    client: str
+    tenant: str
+    subject: str
+    roles: tuple[str, ...]
+    subscriptions: tuple[str, ...] = ()
+    max_inflight: int = 0
+    supports_ack: bool = True
+
+
+class SessionGone(Entry, frozen=True, tag="session-gone"):
+    """A session ended, or was silent for too long."""
+
+    session: str
+
+
+class Produced(Entry, frozen=True, tag="produced"):
+    """What became of one publish of a session, stored together with its events.
+
+    Draft, partition, offset and count of each stretch, one after another.
+    """
+
+    session: str
+    sequence: int
+    places: list[int]
+
+
 AnyEntry = (
     TopicPut | TopicGone | GroupPut | GroupGone | LaneSet | Leased | Acked | Retried | Dead
     | DeadReplayed | DeadPurged | Committed | Delayed | Fired | RecurringPut | RecurringGone
-    | Audited
+    | Audited | SessionPut | SessionGone | Produced
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -27,9 +27,12 @@ from penstock.core.entry import (
     GroupSpec,
     LaneSet,
     Leased,
+    Produced,
     RecurringGone,
     RecurringPut,
     Retried,
+    SessionGone,
+    SessionPut,
     TopicGone,
     TopicPut,
     TopicSpec,
@@ -39,6 +42,8 @@ from penstock.core.schedule import Definition, Schedule, ScheduleState
 from penstock.model.errors import Corrupted
 
 Place = tuple[str, int]
+# Publishes of one session that are recognised when they come again after a crash.
+REMEMBERED_PUBLISHES = 256
 
 
 # What operators look at: shown when it is durable, not when it is about to be.
@@ -79,6 +84,23 @@ class GroupState:
         """Log mode: the next offset to read."""
 
 
+class SessionState:
+    """One session: who it is, and where its last publishes went."""
+
+    __slots__ = ("produced", "spec")
+
+    def __init__(self, spec: SessionPut) -> None:
+        self.spec = spec
+        self.produced: dict[int, list[int]] = {}
+        """Places by sequence, the last `REMEMBERED_PUBLISHES`: a client has fewer under way."""
+
+    def remember(self, sequence: int, places: list[int]) -> None:
+        """Keep what became of a publish, forgetting the oldest."""
+        self.produced[sequence] = places
+        if len(self.produced) > REMEMBERED_PUBLISHES:
+            del self.produced[next(iter(self.produced))]
+
+
 class State:
     """The state, and how each entry changes it.
 
@@ -95,6 +117,7 @@ class State:
         self.groups: dict[str, GroupState] = {}
         self.dead: dict[str, DeadLetter] = {}
         self.schedule = Schedule()
+        self.sessions: dict[str, SessionState] = {}
         self._appliers = {
             TopicPut: self._topic_put,
             TopicGone: self._topic_gone,
@@ -113,6 +136,9 @@ class State:
             RecurringPut: self._recurring_put,
             RecurringGone: self._recurring_gone,
             Audited: self._audited,
+            SessionPut: self._session_put,
+            SessionGone: self._session_gone,
+            Produced: self._produced,
         }
 
     def apply(self, entry: AnyEntry) -> None:
@@ -232,6 +258,17 @@ class State:
     def _audited(self, entry: Audited) -> None:
         """The audit chain is a log of its own; here it changes nothing."""
 
+    def _session_put(self, entry: SessionPut) -> None:
+        self.sessions[entry.session] = SessionState(entry)
+
+    def _session_gone(self, entry: SessionGone) -> None:
+        self.sessions.pop(entry.session, None)
+
+    def _produced(self, entry: Produced) -> None:
+        session = self.sessions.get(entry.session)
+        if session is not None:
+            session.remember(entry.sequence, entry.places)
+
 
 # -- snapshots: the state in pieces, each small enough to write without holding anybody up ---------
 
@@ -240,6 +277,7 @@ GROUP = "group"
 LANE = "lane"
 DEAD = "dead"
 SCHEDULE = "schedule"
+SESSION = "session"
 DEAD_CHUNK = 4_096  # dead letters in one piece: about a megabyte
 
 
@@ -273,6 +311,8 @@ def pieces_of(state: State, as_of: int) -> list[Piece]:
         for at in range(0, len(letters), DEAD_CHUNK)
     ]
     pieces.append(Piece(SCHEDULE, "", 0, as_of, _encode(state.schedule.snapshot())))
+    for name, session in state.sessions.items():
+        pieces.append(Piece(SESSION, name, 0, as_of, _encode((session.spec, session.produced))))
     return pieces
 
 
@@ -311,3 +351,7 @@ def _load(state: State, piece: Piece) -> None:
             state.dead[letter.id] = letter
     elif piece.kind == SCHEDULE:
         state.schedule.restore(decode(piece.body, type=ScheduleState))
+    elif piece.kind == SESSION:
+        put, produced = decode(piece.body, type=tuple[SessionPut, dict[int, list[int]]])
+        state.sessions[piece.key] = SessionState(put)
+        state.sessions[piece.key].produced = produced

@@ -73,8 +73,13 @@ class Draft:
 def _as_lists(batch: EventBatch) -> Draft:
     draft = Draft(batch.topic, batch.payloads(), tenant=batch.tenant, codec=batch.codec)
     draft.keys, draft.headers = batch.keys(), batch.headers()
-    if batch.times is not None:
-        draft.times_us = batch.times.tolist()
+    for name, column in (
+        ("times_us", batch.times), ("expires_us", batch.expires), ("priority", batch.priority)
+    ):  # fmt: skip
+        if column is not None:
+            setattr(draft, name, column.tolist())
+    if batch.times is None and batch.time_us:
+        draft.times_us = [batch.time_us] * batch.count
     return draft
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.core.admission import ADMITTED
 from penstock.core.entry import Entry
 from penstock.core.partition import partition_of, partitions_of
+from penstock.engines.bundle import combined
 from penstock.engines.engine import Draft, Transaction
 from penstock.engines.layout import MERGE_EVENTS, draft_bytes
 from penstock.engines.pending import Submission
@@ -38,20 +39,20 @@ class Intake:
         """Store events; durable when it returns."""
         if draft.topic not in self._engine.state.topics:
             await self._engine.topics.ensure(draft.topic)
-        size = await self._prepare(draft)
+        size = await self.prepare(draft)
         if draft.deliver_at_us is not None:
             return await self._delay(draft, size)
-        self._admit(draft, size)
+        self.admit(draft, size)
         try:
-            parts = self._split(draft)
+            parts = self.split(draft)
             receipts: list[Receipt] = await self._submit(
                 [part for part, _ in parts], [at for _, at in parts], size, draft.tenant
             )
         finally:
             self._engine.admission.ingress_done(draft.tenant, draft.count, size)
-        return receipts[0] if len(receipts) == 1 else _combined(draft, receipts)
+        return combined(draft, receipts)
 
-    async def _prepare(self, draft: Draft) -> int:
+    async def prepare(self, draft: Draft) -> int:
         """Check sizes, lay large drafts out now, move huge payloads aside; returns the bytes."""
         if not self._engine.is_open:
             raise BusClosed("the bus is closed; nothing was stored. Connect again")
@@ -93,7 +94,8 @@ class Intake:
             ) from None
         draft.batch = batch
 
-    def _admit(self, draft: Draft, size: int) -> None:
+    def admit(self, draft: Draft, size: int) -> None:
+        """Count a draft as coming in, or raise why not."""
         decision = self._engine.admission.admit(
             draft.tenant, draft.topic, draft.count, size, self._engine.runtime.now(), "log"
         )
@@ -107,7 +109,7 @@ class Intake:
                 retry_after_s=60.0,
             )
 
-    def _split(self, draft: Draft) -> list[tuple[Draft, int]]:
+    def split(self, draft: Draft) -> list[tuple[Draft, int]]:
         """One draft for each partition its keys fall into."""
         count = self._engine.state.topics[draft.topic].partitions
         if draft.partition is not None:
@@ -154,7 +156,7 @@ class Intake:
         parts: list[tuple[Draft, int]] = []
         for draft in drafts:
             await self._engine.topics.ensure(draft.topic)
-            parts += self._split(draft)
+            parts += self.split(draft)
         size = sum(draft_bytes(draft) for draft, _ in parts) + 1_024 * (1 + len(entries))
         return await self._submit(
             [part for part, _ in parts],
@@ -165,6 +167,17 @@ class Intake:
             when_taken,
             check,
         )
+
+    async def submit_parts(
+        self,
+        parts: Sequence[tuple[Draft, int]],
+        when_taken: Callable[[list[Receipt]], list[Entry]],
+    ) -> list[Receipt]:
+        """Write drafts that are prepared and have their partitions, with entries about them."""
+        size = sum(draft_bytes(draft) for draft, _ in parts) + 1_024
+        drafts = [draft for draft, _ in parts]
+        partitions = [partition for _, partition in parts]
+        return await self._submit(drafts, partitions, size, drafts[0].tenant, when_taken=when_taken)
 
     async def _submit(
         self,
@@ -191,11 +204,13 @@ class Intake:
         """Make entries durable."""
         await self.submit([], entries=entries)
 
-    async def transact(self, transaction: Transaction) -> list[Receipt]:
-        """Publishes, acks and cursors in one journal entry."""
+    async def transact(
+        self, transaction: Transaction, note: Callable[[list[Receipt]], Entry] | None = None
+    ) -> list[Receipt]:
+        """Publishes, acks and cursors in one journal entry, with a note about where they went."""
         for draft in transaction.drafts:
             await self._engine.topics.ensure(draft.topic)
-            await self._prepare(draft)
+            await self.prepare(draft)
 
         def check() -> None:
             now = self._engine.runtime.now()
@@ -205,9 +220,9 @@ class Intake:
             for feed in transaction.cursors:
                 feed.pending_commit()  # type: ignore[attr-defined]
 
-        def entries(_: list[Receipt]) -> list[Entry]:
+        def entries(receipts: list[Receipt]) -> list[Entry]:
             now = self._engine.runtime.now()
-            written: list[Entry] = []
+            written: list[Entry] = [] if note is None else [note(receipts)]
             for each in transaction.acks:
                 handle = each.delivery
                 written.append(handle.group.ack_now(handle.lease, each.index + handle.shift, now))
@@ -231,12 +246,3 @@ def _by_partition(draft: Draft, partitions: list[int]) -> list[tuple[Draft, int]
     for index, partition in enumerate(partitions):
         groups.setdefault(partition, []).append(index)
     return [(draft.subset(indices), partition) for partition, indices in groups.items()]
-
-
-def _combined(draft: Draft, receipts: list[Receipt]) -> Receipt:
-    first = receipts[0]
-    everything = all(receipt.duplicate for receipt in receipts)
-    return Receipt(
-        draft.topic, first.partition, first.offset, draft.count, first.token, everything,
-        parts=tuple(receipts),
-    )  # fmt: skip

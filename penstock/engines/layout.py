@@ -92,7 +92,7 @@ class Layout:
             draft = submission.drafts[0] if len(submission.drafts) == 1 else None
             if (
                 draft is not None
-                and _merges(draft)
+                and merges(draft)
                 and not submission.entries
                 and not submission.when_taken
             ):
@@ -107,7 +107,7 @@ class Layout:
     def _merge(self, commit: Commit, placed: list[Placed]) -> None:
         for (topic, partition, _, _), submissions in self._merging.items():
             drafts = [submission.drafts[0] for submission in submissions]
-            batch = self.build(drafts[0] if len(drafts) == 1 else _joined(drafts))
+            batch = self.build(drafts[0] if len(drafts) == 1 else joined(drafts))
             log = self._place(batch, topic, partition)
             position = commit.add(BATCH, batch.encode_parts())
             placed.append(Placed(batch, log, position, 0))
@@ -248,7 +248,8 @@ def draft_bytes(draft: Draft) -> int:
     return size
 
 
-def _merges(draft: Draft) -> bool:
+def merges(draft: Draft) -> bool:
+    """Whether a draft may share a batch with others of its topic."""
     return (
         draft.count < MERGE_EVENTS
         and draft.batch is None
@@ -259,23 +260,24 @@ def _merges(draft: Draft) -> bool:
     )
 
 
-def _joined(drafts: Sequence[Draft]) -> Draft:
+def joined(drafts: Sequence[Draft]) -> Draft:
+    """Several drafts of one topic as one."""
     first = drafts[0]
-    joined = Draft(
+    whole = Draft(
         first.topic,
         list(chain.from_iterable(draft.payloads for draft in drafts)),
         tenant=first.tenant,
         codec=first.codec,
     )
     if any(draft.keys is not None for draft in drafts):
-        joined.keys = list(
+        whole.keys = list(
             chain.from_iterable(draft.keys or [None] * draft.count for draft in drafts)
         )
     if any(draft.headers is not None for draft in drafts):
-        joined.headers = list(
+        whole.headers = list(
             chain.from_iterable(draft.headers or [None] * draft.count for draft in drafts)
         )
-    return joined
+    return whole
 
 
 def _receipt(batch: EventBatch) -> Receipt:

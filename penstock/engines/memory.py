@@ -11,7 +11,8 @@ import msgspec
 from penstock.engines.embedded import CAPABILITIES, EmbeddedEngine
 from penstock.engines.runtime import Runtime
 from penstock.log.memory_disk import MemoryDisk
-from penstock.model.settings import MIB, Settings
+from penstock.model.setting import MIB
+from penstock.model.settings import Settings
 
 # Nothing outlives the process, so small files that are reclaimed early are better than large ones.
 FILE_BYTES = 16 * MIB

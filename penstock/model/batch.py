@@ -464,8 +464,7 @@ def check_columns(batch: EventBatch) -> None:
         ends = np.frombuffer(column.offsets, dtype=np.int32)
         if ends[0] != 0 or (np.diff(ends) < 0).any() or ends[-1] > len(column.data):
             raise InvalidBatch("the offsets of a column run backwards or past its end")
-    if batch.header_column is not None:
-        try:
-            batch.header_column.mappings()
-        except UnicodeDecodeError:
-            raise InvalidBatch("a header is not text in UTF-8") from None
+    if batch.header_column is not None and not (
+        batch.header_column.keys.is_text() and batch.header_column.values.is_text()
+    ):
+        raise InvalidBatch("a header is not text in UTF-8")

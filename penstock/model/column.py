@@ -143,6 +143,14 @@ class Strings:
         value = bytes(self.data[first : first + width])
         return value if bytes(self.data[first:last]) == value * self.count else None
 
+    def is_text(self) -> bool:
+        """Whether every value is UTF-8; its offsets must be sound."""
+        try:
+            self._array(pa.string()).validate(full=True)
+        except pa.ArrowInvalid:
+            return False
+        return True
+
     def parts(self) -> tuple[Bytes, Bytes]:
         """Offsets starting at zero, and just the bytes they cover."""
         ends = self.ends()

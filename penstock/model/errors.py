@@ -47,6 +47,14 @@
     │   ├── Corrupted                   storage.corrupted
     │   ├── WriterFailed                storage.writer-failed
     │   └── NotADataFolder              storage.not-a-folder
+    ├── ConnectionFailed                connection.*       the way to a broker
+    │   ├── BrokerUnreachable           connection.unreachable
+    │   ├── ConnectionLost              connection.lost
+    │   ├── ProtocolViolation           connection.protocol
+    │   ├── WrongProtocolVersion        connection.version
+    │   └── SessionExpired              connection.session-expired
+    ├── AccessDenied                    access.*           who you are, and what you may do
+    │   └── NotAuthenticated            access.unauthenticated
     ├── RequestTimedOut                 timeout.request
     └── BusClosed                       closed
 
@@ -57,13 +65,26 @@ with what to do next.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from penstock.model.access_errors import AccessDenied, NotAuthenticated
+from penstock.model.connection_errors import (
+    BrokerUnreachable,
+    ConnectionFailed,
+    ConnectionLost,
+    ProtocolViolation,
+    SessionExpired,
+    WrongProtocolVersion,
+)
+from penstock.model.error import PenstockError
 
 __all__ = [
+    "AccessDenied",
     "AlreadyExists",
     "AlreadySettled",
+    "BrokerUnreachable",
     "BusClosed",
     "ConfirmationNeeded",
+    "ConnectionFailed",
+    "ConnectionLost",
     "Corrupted",
     "DecodeFailed",
     "Deferred",
@@ -85,15 +106,18 @@ __all__ = [
     "MissingExtra",
     "MissingPart",
     "NotADataFolder",
+    "NotAuthenticated",
     "NotFound",
     "NotLeased",
     "OffsetExpired",
     "PayloadTooLarge",
     "PenstockError",
+    "ProtocolViolation",
     "Refused",
     "Rejected",
     "ReplayLimited",
     "RequestTimedOut",
+    "SessionExpired",
     "StorageError",
     "TargetMismatch",
     "Throttled",
@@ -109,40 +133,8 @@ __all__ = [
     "Unsupported",
     "WriteOnce",
     "WriterFailed",
+    "WrongProtocolVersion",
 ]
-
-
-class PenstockError(Exception):
-    """The root: catch this to catch everything Penstock raises on purpose.
-
-    >>> error = UnknownTopic("no topic 'orders'", topic="orders")
-    >>> error.code, error.topic
-    ('notfound.topic', 'orders')
-    """
-
-    code: ClassVar[str] = "error"
-
-    def __init__(self, message: str, **data: Any) -> None:
-        super().__init__(message)
-        self.message = message
-        self.data = data
-
-    def __getattr__(self, name: str) -> Any:
-        data: dict[str, Any] = self.__dict__.get("data", {})
-        try:
-            return data[name]
-        except KeyError:
-            raise AttributeError(f"{type(self).__name__} has no {name!r}") from None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (type(self), self.message, self.data))
-
-    def __str__(self) -> str:
-        return f"{self.message} [{self.code}]"
-
-
-def _rebuild(kind: type[PenstockError], message: str, data: dict[str, Any]) -> PenstockError:
-    return kind(message, **data)
 
 
 class InvalidInput(PenstockError):

@@ -27,7 +27,8 @@ from penstock.model.consistency import conflicts
 from penstock.model.errors import InvalidSettings
 from penstock.model.quantity import parse, unit_of
 from penstock.model.reference import allowed
-from penstock.model.settings import MIB, Settings, TenantLimits, field_types
+from penstock.model.setting import MIB, field_types
+from penstock.model.settings import Settings, TenantLimits
 
 MAX_FILE_BYTES = MIB  # thousands of tenants fit; a data file given by mistake does not
 MAX_KEY_CHARS = 255  # what a tenant may be called, and far more than any setting is

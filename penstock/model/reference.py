@@ -12,7 +12,8 @@ import msgspec
 from msgspec import inspect
 
 from penstock.model.quantity import show, unit_of
-from penstock.model.settings import Settings, TenantLimits, field_types
+from penstock.model.setting import field_types
+from penstock.model.settings import Settings, TenantLimits
 
 PREFACE = """# Settings
 
@@ -39,7 +40,8 @@ This page is printed from `penstock/model/settings.py`; change it there.
 def allowed(kind: Any, unit: str) -> str:
     """What a field's type takes, in words.
 
-    >>> from penstock.model.settings import Delivery, field_types
+    >>> from penstock.model.setting import field_types
+    >>> from penstock.model.settings import Delivery
     >>> allowed(field_types(Delivery)["max_attempts"], "")
     '1 to 1000'
     """

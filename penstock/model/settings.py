@@ -9,69 +9,31 @@ Field names end in their unit: `_bytes`, `_s` (seconds), `_ms` (milliseconds).
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from penstock.model.errors import InvalidSettings
-
-KIB = 1024
-MIB = 1024 * KIB
-GIB = 1024 * MIB
-TIB = 1024 * GIB
-DAY_S = 86_400
-
-# Upper ends are there to catch a slipped unit (bytes for MiB, ms for s), not to ration anyone.
-MAX_SIZE_BYTES = 1024 * TIB
-MAX_MEMORY_BYTES = 64 * GIB  # what one buffer of one process may sensibly hold
-MAX_SPAN_S = 36_525 * DAY_S  # a hundred years
-MAX_COUNT = 1_000_000_000
-
-Size = Annotated[int, Meta(ge=1, le=MAX_SIZE_BYTES)]
-Memory = Annotated[int, Meta(ge=1, le=MAX_MEMORY_BYTES)]
-Count = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
-Span = Annotated[float, Meta(ge=0, le=MAX_SPAN_S)]
-DelayMs = Annotated[int, Meta(ge=0, le=7 * DAY_S * 1000)]
-Rate = Annotated[float, Meta(gt=0, le=MAX_COUNT)]
-ByteRate = Annotated[float, Meta(gt=0, le=TIB)]
-Name = Annotated[str, Meta(min_length=1, max_length=255)]
-
-
-def about(text: str) -> Meta:
-    """Attach the sentence that the reference prints for a field."""
-    return Meta(description=text)
-
-
-class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What all groups share: a value outside its range is refused when the group is made.
-
-    >>> Durability(fsync="sometimes")  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    penstock.model.errors.InvalidSettings: Durability.fsync = 'sometimes': ...
-    """
-
-    def __post_init__(self) -> None:
-        for name, kind in field_types(type(self)).items():
-            value = getattr(self, name)
-            try:
-                checked = msgspec.convert(value, kind)
-            except msgspec.ValidationError as error:
-                raise InvalidSettings(
-                    f"{type(self).__name__}.{name} = {value!r}: {error}. "
-                    "docs/reference/settings.md lists what is allowed",
-                    key=name,
-                    value=value,
-                ) from None
-            # A list becomes a tuple and a dict a copy: nobody changes a frozen group from outside.
-            msgspec.structs.force_setattr(self, name, checked)
-
-
-@cache
-def field_types(group: type[msgspec.Struct]) -> dict[str, Any]:
-    """The full type of each field of a group, ranges included."""
-    return {field.name: field.type for field in msgspec.structs.fields(group)}
+from penstock.model.server_settings import Auth, Client, FastPath, Server
+from penstock.model.setting import (
+    DAY_S,
+    GIB,
+    KIB,
+    MAX_MEMORY_BYTES,
+    MAX_SPAN_S,
+    MIB,
+    TIB,
+    ByteRate,
+    Count,
+    DelayMs,
+    Group,
+    Memory,
+    Name,
+    Rate,
+    Size,
+    Span,
+    about,
+)
 
 
 class Durability(Group, frozen=True):
@@ -363,3 +325,7 @@ class Settings(Group, frozen=True):
     media: Media = msgspec.field(default_factory=Media)
     topics: Topics = msgspec.field(default_factory=Topics)
     identity: Identity = msgspec.field(default_factory=Identity)
+    server: Server = msgspec.field(default_factory=Server)
+    auth: Auth = msgspec.field(default_factory=Auth)
+    fastpath: FastPath = msgspec.field(default_factory=FastPath)
+    client: Client = msgspec.field(default_factory=Client)

@@ -39,6 +39,9 @@ SAMPLES = [
     module.RecurringPut("r", b"def"),
     module.RecurringGone("r"),
     module.Audited(1, "ann", "op", ["a"], "why", {"x": None, "y": 1}, {"z": "s"}),
+    module.SessionPut("s", "c", "acme", "ann", ("admin",), ("a.*",), 5, False),
+    module.SessionGone("s"),
+    module.Produced("s", 7, [0, 1, 2, 3]),
 ]
 
 
@@ -57,7 +60,7 @@ def test_tags_are_written_down_for_good() -> None:
     assert tags == {
         "topic", "topic-gone", "group", "group-gone", "lane", "leased", "acked", "retried", "dead",
         "dead-replayed", "dead-purged", "committed", "delayed", "fired", "recurring",
-        "recurring-gone", "audited",
+        "recurring-gone", "audited", "session", "session-gone", "produced",
     }  # fmt: skip
 
 

@@ -14,7 +14,8 @@ import penstock
 from penstock.bus.bus import Bus
 from penstock.engines.embedded import EmbeddedEngine
 from penstock.model.errors import PenstockError
-from penstock.model.settings import MIB, Journal, Settings
+from penstock.model.setting import MIB
+from penstock.model.settings import Journal, Settings
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine

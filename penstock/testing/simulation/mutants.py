@@ -20,7 +20,7 @@ from penstock.engines.layout import Layout, Placed
 from penstock.engines.logreader import LogReader
 from penstock.log.journal import Commit
 from penstock.testing.simulation.defects import DEFECTS
-from penstock.testing.simulation.mutant import Broken, Mutant, nothing, nothing_async
+from penstock.testing.simulation.mutant import Broken, Mutant, nothing_async
 from penstock.testing.simulation.storage_mutants import STORAGE_MUTANTS
 
 
@@ -88,6 +88,13 @@ def _half_transaction(original: Any) -> Any:
     return add
 
 
+def _skip_audit(original: Any) -> Any:
+    def committed(self: AuditTrail, submissions: Sequence[Any], end: int) -> None:
+        self.position = end  # so that sealing takes the journal away, and with it the last copy
+
+    return committed
+
+
 def _open_gate(original: Any) -> Any:
     def offer(self: KeyGate, lane: Lane, start: int, made: int, keys: Sequence[Any]) -> list[Run]:
         return [Run(lane, start, len(keys), made)]
@@ -128,7 +135,7 @@ ENGINE_MUTANTS = (
     Mutant("open-gate", "a key's events go out one at a time", KeyGate, "offer", _open_gate),
     Mutant("retry-at-once", "a retry waits for its step", QueueGroup, "_again", _at_once),
     Mutant("nack-is-ack", "what failed comes again", QueueGroup, "_again", _nack_is_ack),
-    Mutant("skip-audit", "every action is in the audit chain", AuditTrail, "committed", nothing),
+    Mutant("skip-audit", "every action is in the audit chain", AuditTrail, "committed", _skip_audit, 20),
     Mutant("lose-commit", "a committed cursor is durable", LogReader, "commit", nothing_async),
     Mutant("too-early", "a delayed event waits for its time", Delayed, "due", _too_early),
 )  # fmt: skip

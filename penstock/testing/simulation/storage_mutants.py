@@ -123,7 +123,7 @@ def _unsynced_side(original: Any) -> Any:
 
 def _ignore_hole(original: Any) -> Any:
     def check_tail(self: Recovery, base: int, file: File, end: int) -> None:
-        self.watermark = 0
+        self.watermark = self._promised = 0
 
     return check_tail
 

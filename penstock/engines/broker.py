@@ -1,0 +1,224 @@
+"""The broker engine: the same bus, in another process or on another host (`penstock://`)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+
+from penstock.engines.answers import ANSWERS, READ_ONLY
+from penstock.engines.channel import Call, Channel
+from penstock.engines.embedded import CAPABILITIES
+from penstock.engines.engine import Draft, LogFeed, QueueFeed, Request, Subscribe, Transaction
+from penstock.engines.link import ClientLink
+from penstock.engines.remote_delivery import RemoteDelivery, RemoteQueue
+from penstock.engines.remote_log import RemoteLog
+from penstock.engines.remote_publisher import RemotePublisher, described
+from penstock.model.batch import EventBatch
+from penstock.model.errors import BusClosed, PenstockError
+from penstock.model.event import Identity, Receipt
+from penstock.model.settings import Settings
+from penstock.wire import message as say
+from penstock.wire.fault import to_error
+from penstock.wire.frame import Bytes, Frame, Kind
+from penstock.wire.message import decode
+
+AGENT = "penstock-python"
+CHUNK_BYTES = 4 << 20
+
+
+class BrokerEngine:
+    """A bus behind a broker."""
+
+    capabilities = CAPABILITIES
+
+    def __init__(
+        self,
+        make_link: Callable[[], ClientLink],
+        settings: Settings,
+        identity: Identity,
+        client: str,
+    ) -> None:
+        hello = say.Hello(
+            client, token=settings.client.token, tenant=identity.tenant, subject=identity.subject,
+            agent=AGENT, heartbeat_s=settings.client.heartbeat_s,
+        )  # fmt: skip
+        self.channel = Channel(make_link, settings.client, hello)
+        self.channel.on_push = self._pushed
+        self.channel.held = self._held
+        self.channel.lost = self._lost
+        self.channel.renewed = self._renewed
+        self._publisher = RemotePublisher(self.channel, settings.client.linger_ms)
+        self._feeds: dict[int, RemoteQueue | RemoteLog] = {}
+        self._feed = 0
+        self._unreported: dict[RemoteDelivery, None] = {}
+        self._joining: set[asyncio.Task[None]] = set()
+
+    async def open(self) -> None:
+        """Connect; raises when no broker answers in time."""
+        await self.channel.open()
+
+    async def close(self) -> None:
+        """Report what is settled, then leave."""
+        self._report()
+        await self.channel.close()
+        for feed in self._feeds.values():
+            feed.stop(BusClosed("the bus is closed; connect again"))
+
+    # -- publishing ----------------------------------------------------------------------------
+
+    async def publish(self, draft: Draft) -> Receipt:
+        """Store events; durable at the broker when it returns."""
+        return await self._publisher.publish(draft)
+
+    async def transact(self, transaction: Transaction) -> list[Receipt]:
+        """All of it or nothing."""
+        parts: list[Bytes] = []
+        drafts = [described(draft, parts) for draft in transaction.drafts]
+        for settle in transaction.acks:
+            settle.delivery.check(settle.index)
+        cursors: list[tuple[RemoteLog, say.Commit]] = [
+            (feed, feed.pending()) for feed in transaction.cursors if isinstance(feed, RemoteLog)
+        ]
+        self._report()  # the broker must know that the events were handed out
+        message = say.Transact(
+            self._publisher.next_sequence(), drafts,
+            [(settle.delivery.number, settle.index) for settle in transaction.acks],
+            [commit for _, commit in cursors],
+        )  # fmt: skip
+        answer = await self.channel.call(Kind.TRANSACT, message, parts)
+        for settle in transaction.acks:
+            settle.delivery.end(settle.index, 1)
+        for feed, commit in cursors:
+            feed.committed(commit)
+        published: say.Published = decode(answer.meta, say.Published)
+        return [receipt for receipt in published.receipts if receipt is not None]
+
+    async def flush(self) -> None:
+        """Everything settled so far is durable when it returns."""
+        self._report()
+        await self.channel.call(Kind.FLUSH, again=True)
+
+    # -- consuming -----------------------------------------------------------------------------
+
+    async def subscribe(self, subscribe: Subscribe) -> QueueFeed | LogFeed:
+        """Join a group, making it on first sight."""
+        self._feed += 1
+        feed: RemoteQueue | RemoteLog
+        if subscribe.spec.mode == "log":
+            feed = RemoteLog(self._feed, subscribe, self.channel)
+        else:
+            feed = RemoteQueue(self._feed, subscribe, self._touched, self._leave)
+        self._feeds[feed.number] = feed
+        try:
+            await self.channel.call(Kind.SUBSCRIBE, _wish(feed), again=True)
+        except BaseException:
+            del self._feeds[feed.number]
+            raise
+        return feed
+
+    def _touched(self, delivery: RemoteDelivery) -> None:
+        """Something happened to a delivery: report it once for all of this turn of the loop."""
+        if not self._unreported:
+            asyncio.get_running_loop().call_soon(self._report)
+        self._unreported[delivery] = None
+
+    def _report(self) -> None:
+        if self._unreported:
+            deliveries, self._unreported = self._unreported, {}
+            self.channel.settle([delivery.settlement() for delivery in deliveries])
+
+    async def _leave(self, feed: RemoteQueue) -> None:
+        self._report()
+        self._feeds.pop(feed.number, None)
+        await self.channel.call(Kind.UNSUBSCRIBE, say.Feed(feed.number), again=True)
+
+    def _pushed(self, frame: Frame) -> None:
+        if frame.kind == Kind.DELIVER:
+            deliver: say.Deliver = decode(frame.meta, say.Deliver)
+            feed = self._feeds.get(deliver.feed)
+            if isinstance(feed, RemoteQueue):
+                feed.delivered(deliver, EventBatch.decode(frame.parts[0]))
+        elif frame.kind == Kind.REFUSED:
+            refused: say.Refused = decode(frame.meta, say.Refused)
+            for feed in self._feeds.values():
+                if isinstance(feed, RemoteQueue) and refused.delivery in feed.held:
+                    feed.refused(refused)
+        elif frame.kind == Kind.STOPPED:
+            stopped: say.Feed = decode(frame.meta, say.Feed)
+            ended = self._feeds.get(stopped.feed)
+            if ended is not None and stopped.fault is not None:
+                ended.stop(to_error(stopped.fault))
+
+    def _held(self) -> list[int]:
+        return [
+            number
+            for feed in self._feeds.values()
+            if isinstance(feed, RemoteQueue)
+            for number in feed.held
+        ]
+
+    def _lost(self, numbers: list[int]) -> None:
+        for feed in self._feeds.values():
+            if isinstance(feed, RemoteQueue):
+                feed.lost(numbers)
+
+    def _renewed(self) -> None:
+        """The broker knows nothing of our feeds: what they held comes again, to whoever joins."""
+        self._lost(self._held())
+        self._unreported.clear()
+        for feed in self._feeds.values():
+            call = self.channel.begin(Kind.SUBSCRIBE, _wish(feed), again=True)
+            task = asyncio.create_task(self._joined(feed, call))
+            self._joining.add(task)
+            task.add_done_callback(self._joining.discard)
+
+    async def _joined(self, feed: RemoteQueue | RemoteLog, call: Call) -> None:
+        try:
+            await self.channel.finish(call, deadline_s=0)
+        except PenstockError as error:
+            feed.stop(error)
+
+    # -- reading and administration ------------------------------------------------------------
+
+    async def read(
+        self, topic: str, partition: int, start: int, stop: int | None
+    ) -> AsyncIterator[EventBatch]:
+        """Stored batches; the next chunk is on its way while this one is looked at."""
+        coming = asyncio.ensure_future(self._chunk(topic, partition, start, stop))
+        try:
+            while True:
+                end, batches = await coming
+                if batches:
+                    start = batches[-1].end_offset
+                if not end:
+                    coming = asyncio.ensure_future(self._chunk(topic, partition, start, stop))
+                for batch in batches:
+                    yield batch
+                if end:
+                    return
+        finally:
+            coming.cancel()
+            await asyncio.gather(coming, return_exceptions=True)
+
+    async def _chunk(
+        self, topic: str, partition: int, start: int, stop: int | None
+    ) -> tuple[bool, list[EventBatch]]:
+        wish = say.Read(topic, partition, start, stop, CHUNK_BYTES)
+        answer = await self.channel.call(Kind.READ, wish, again=True)
+        chunk: say.Chunk = decode(answer.meta, say.Chunk)
+        return chunk.end, [EventBatch.decode(part) for part in answer.parts]
+
+    async def ask(self, request: Request) -> Any:
+        """Administer."""
+        kind = type(request)
+        message = say.Ask(kind.__name__, msgspec.to_builtins(request, builtin_types=(bytes,)))
+        answer = await self.channel.call(Kind.ASK, message, again=kind in READ_ONLY)
+        return decode(answer.meta, ANSWERS[kind])
+
+
+def _wish(feed: RemoteQueue | RemoteLog) -> say.Subscribe:
+    wanted = feed.wanted
+    return say.Subscribe(feed.number, wanted.group, wanted.spec, wanted.member, wanted.max_inflight)

@@ -1,0 +1,161 @@
+"""Bundle: several publishes that arrived together, stored as one, each with an answer of its own.
+
+A broker gets what a client published within one turn of its loop as one frame. All of it goes into
+the journal in one entry, together with the note that lets the broker recognise the same frame when
+it is sent again; a draft that is refused takes no other one with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from penstock.core.entry import Entry
+from penstock.engines.engine import Draft
+from penstock.engines.layout import joined, merges
+from penstock.engines.timekeeper import SCHEDULED
+from penstock.model.errors import PenstockError
+from penstock.model.event import Receipt
+from penstock.model.token import token_at
+
+if TYPE_CHECKING:
+    from penstock.engines.embedded import EmbeddedEngine
+
+Answer = Receipt | PenstockError
+
+
+class Piece(NamedTuple):
+    """The events of one draft that go to one partition."""
+
+    draft: int
+    events: Draft
+    partition: int
+    due_us: int | None = None
+
+
+class Stretch(NamedTuple):
+    """What a piece became: where its events lie."""
+
+    draft: int
+    receipt: Receipt
+    due_us: int | None
+
+
+class Bundle:
+    """Stores drafts together."""
+
+    def __init__(self, engine: EmbeddedEngine) -> None:
+        self._engine = engine
+
+    async def publish(
+        self, drafts: Sequence[Draft], note: Callable[[list[int]], Entry]
+    ) -> list[Answer]:
+        """Store what can be stored; `note` makes the entry that says where it went."""
+        answers: list[Answer | None] = [None] * len(drafts)
+        admitted: list[tuple[Draft, int]] = []
+        pieces: list[Piece] = []
+        for number, draft in enumerate(drafts):
+            try:
+                pieces += await self._prepare(number, draft, admitted)
+            except PenstockError as error:
+                answers[number] = error
+        try:
+            if pieces:
+                for number, receipt in (await self._store(pieces, drafts, note)).items():
+                    answers[number] = receipt
+        except PenstockError as error:
+            answers = [error if answer is None else answer for answer in answers]
+        finally:
+            for draft, size in admitted:
+                self._engine.admission.ingress_done(draft.tenant, draft.count, size)
+        return answers  # type: ignore[return-value]
+
+    async def _prepare(
+        self, number: int, draft: Draft, admitted: list[tuple[Draft, int]]
+    ) -> list[Piece]:
+        engine, intake = self._engine, self._engine.intake
+        if draft.topic not in engine.state.topics:
+            await engine.topics.ensure(draft.topic)
+        size = await intake.prepare(draft)
+        if draft.deliver_at_us is not None:
+            engine.state.schedule.delayed.check_room(draft.count)
+            await engine.topics.ensure(SCHEDULED)
+            stored, due_us = engine.timekeeper.hold_back(draft)
+            return [Piece(number, stored, 0, due_us)]
+        intake.admit(draft, size)
+        admitted.append((draft, size))
+        return [Piece(number, part, at) for part, at in intake.split(draft)]
+
+    async def _store(
+        self, pieces: list[Piece], drafts: Sequence[Draft], note: Callable[[list[int]], Entry]
+    ) -> dict[int, Receipt]:
+        stacks = _stacked(pieces)
+        stretches: list[Stretch] = []
+
+        def when_taken(receipts: list[Receipt]) -> list[Entry]:
+            for stack, receipt in zip(stacks, receipts, strict=True):
+                stretches.extend(_stretches(stack, receipt))
+            entries: list[Entry] = []
+            places: list[int] = []
+            for draft, receipt, due_us in stretches:
+                if due_us is not None:
+                    entries += self._engine.timekeeper.entries([receipt], due_us)
+                for part in receipt.parts or (receipt,):
+                    places += (draft, part.partition, part.offset, part.count)
+            return [*entries, note(places)]
+
+        await self._engine.intake.submit_parts(
+            [(joined([piece.events for piece in stack]) if len(stack) > 1 else stack[0].events,
+              stack[0].partition) for stack in stacks],
+            when_taken,
+        )  # fmt: skip
+        if any(piece.due_us is not None for piece in pieces):
+            self._engine.timekeeper.wake()
+        return _receipts(drafts, stretches)
+
+
+def _stacked(pieces: list[Piece]) -> list[list[Piece]]:
+    """Small pieces of the same partition share a batch."""
+    stacks: dict[object, list[Piece]] = {}
+    for piece in pieces:
+        events = piece.events
+        if piece.due_us is None and merges(events):
+            key: object = (events.topic, piece.partition, events.tenant, events.codec)
+        else:
+            key = id(piece)
+        stacks.setdefault(key, []).append(piece)
+    return list(stacks.values())
+
+
+def _stretches(stack: list[Piece], receipt: Receipt) -> list[Stretch]:
+    if len(stack) == 1:
+        return [Stretch(stack[0].draft, receipt, stack[0].due_us)]
+    found, index = [], 0
+    for piece in stack:
+        count = piece.events.count
+        token = token_at(receipt.token, index)
+        own = Receipt(receipt.topic, receipt.partition, receipt.offset + index, count, token)
+        found.append(Stretch(piece.draft, own, None))
+        index += count
+    return found
+
+
+def _receipts(drafts: Sequence[Draft], stretches: Sequence[Stretch]) -> dict[int, Receipt]:
+    found: dict[int, list[Receipt]] = {}
+    for draft, receipt, due_us in stretches:
+        if due_us is not None:
+            topic, count = drafts[draft].topic, drafts[draft].count
+            receipt = Receipt(topic, 0, -1, count, receipt.token, receipt.duplicate, scheduled=True)
+        found.setdefault(draft, []).append(receipt)
+    return {draft: combined(drafts[draft], receipts) for draft, receipts in found.items()}
+
+
+def combined(draft: Draft, receipts: Sequence[Receipt]) -> Receipt:
+    """One receipt for a draft whose events went to several partitions."""
+    first = receipts[0]
+    if len(receipts) == 1:
+        return first
+    return Receipt(
+        draft.topic, first.partition, first.offset, draft.count, first.token,
+        all(receipt.duplicate for receipt in receipts), parts=tuple(receipts),
+    )  # fmt: skip

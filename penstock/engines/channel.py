@@ -1,0 +1,344 @@
+"""Channel: a client's side of a session, over as many connections as it takes.
+
+A call has a number and a deadline. While the connection is down it waits; when a new one is there,
+the broker says which calls it never saw, and those are sent again. Nothing is ever sent twice that
+could then happen twice: what the broker cannot vouch for fails with ConnectionLost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from penstock.engines.link import ClientLink
+from penstock.model.errors import (
+    AccessDenied,
+    BrokerUnreachable,
+    BusClosed,
+    ConnectionLost,
+    Fenced,
+    PenstockError,
+    ProtocolViolation,
+    WrongProtocolVersion,
+)
+from penstock.model.settings import Client
+from penstock.wire import message as say
+from penstock.wire.fault import to_error
+from penstock.wire.frame import Bytes, Frame, Kind
+from penstock.wire.message import Message, decode, encode
+
+log = logging.getLogger("penstock.client")
+
+FIRST_PAUSE_S = 0.05
+SILENT_BEATS = 3
+# Trying again does not help against these.
+FINAL = (AccessDenied, WrongProtocolVersion, ProtocolViolation, Fenced)
+
+
+class Call:
+    """A request without an answer yet."""
+
+    __slots__ = ("again", "frame", "future", "sent")
+
+    def __init__(self, frame: Frame, future: asyncio.Future[Frame], again: bool) -> None:
+        self.frame = frame
+        self.future = future
+        self.again = again
+        """Safe to send to a broker that has forgotten this session."""
+        self.sent = False
+
+
+class Channel:
+    """The way to one broker."""
+
+    def __init__(
+        self, make_link: Callable[[], ClientLink], settings: Client, hello: say.Hello
+    ) -> None:
+        self.hello = hello
+        self.welcome: say.Welcome | None = None
+        self.on_push: Callable[[Frame], None] = lambda frame: None
+        self.held: Callable[[], list[int]] = list
+        """Deliveries that are still open, for the broker to compare."""
+        self.lost: Callable[[list[int]], None] = lambda numbers: None
+        """The broker holds these deliveries no more."""
+        self.renewed: Callable[[], None] = lambda: None
+        """The broker has forgotten what this session had open; called before anything is sent."""
+        self._make_link = make_link
+        self._settings = settings
+        self._link: ClientLink | None = None
+        self._calls: dict[int, Call] = {}
+        self._request = 0
+        self._settles: deque[tuple[int, Frame]] = deque()
+        self._settle_number = 0
+        self._opened: asyncio.Future[None] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._broken = asyncio.Event()
+        self._heard_at = 0.0
+        self._welcomed: asyncio.Future[say.Welcome] | None = None
+        self._closed: PenstockError | None = None
+
+    # -- calls ---------------------------------------------------------------------------------
+
+    async def call(
+        self,
+        kind: Kind,
+        message: Message | None = None,
+        parts: Sequence[Bytes] = (),
+        *,
+        again: bool = False,
+        deadline_s: float | None = None,
+    ) -> Frame:
+        """Send a request and wait for its answer; raises the error it is answered with."""
+        return await self.finish(self.begin(kind, message, parts, again=again), deadline_s)
+
+    def begin(
+        self,
+        kind: Kind,
+        message: Message | None = None,
+        parts: Sequence[Bytes] = (),
+        *,
+        again: bool = False,
+    ) -> Call:
+        """Send a request now; `finish` waits for its answer."""
+        if self._closed is not None:
+            raise self._closed
+        self._request += 1
+        meta = encode(message) if message is not None else b""
+        frame = Frame(kind, self._request, meta, parts)
+        call = Call(frame, asyncio.get_running_loop().create_future(), again)
+        self._calls[frame.request] = call
+        if self._link is not None and self.welcome is not None:
+            self._send(call)
+        return call
+
+    async def finish(self, call: Call, deadline_s: float | None = None) -> Frame:
+        """The answer to a request; 0 waits for ever."""
+        limit_s = self._settings.deadline_s if deadline_s is None else deadline_s
+        try:
+            async with asyncio.timeout(limit_s if limit_s > 0 else None):
+                answer = await call.future
+        except TimeoutError:
+            raise self._overdue(call, limit_s) from None
+        finally:
+            self._calls.pop(call.frame.request, None)
+        if answer.kind == Kind.FAULT:
+            raise to_error(decode(answer.meta, say.Fault))
+        return answer
+
+    def _send(self, call: Call) -> None:
+        call.sent = True
+        assert self._link is not None
+        self._link.send(call.frame)
+
+    def _overdue(self, call: Call, limit_s: float) -> PenstockError:
+        if not call.sent:
+            return BrokerUnreachable(
+                f"no connection to the broker within {limit_s:g} s; nothing was sent. It goes on "
+                "trying: call again, or check that the broker runs",
+                outcome="not sent",
+            )
+        return ConnectionLost(
+            f"no answer from the broker within {limit_s:g} s; the request may still take effect. "
+            "Publish again with the same token or idempotency key to be sure",
+            outcome="unknown",
+        )
+
+    def settle(self, settlements: list[say.Settlement]) -> None:
+        """Report settlements; kept until the broker has confirmed them."""
+        self._settle_number += 1
+        message = say.Settle(self._settle_number, settlements)
+        frame = Frame(Kind.SETTLE, 0, encode(message))
+        self._settles.append((self._settle_number, frame))
+        if self._link is not None and self.welcome is not None:
+            self._link.send(frame)
+
+    # -- life ----------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Connect; raises when no broker answers in time."""
+        self._opened = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._run(), name="penstock-channel")
+        try:
+            async with asyncio.timeout(self._settings.deadline_s):
+                await asyncio.shield(self._opened)
+        except TimeoutError:
+            await self.close()
+            raise BrokerUnreachable(
+                f"no broker answered within {self._settings.deadline_s:g} s. Start one with "
+                "`penstock up`, or check the URL",
+            ) from None
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Say goodbye and stop."""
+        if self._link is not None and self.welcome is not None:
+            self._link.send(Frame(Kind.BYE, 0, b""))
+        self.fail(BusClosed("the bus is closed; connect again"))
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+
+    def fail(self, error: PenstockError) -> None:
+        """Give every call, present and future, this answer."""
+        self._closed = self._closed or error
+        for call in self._calls.values():
+            if not call.future.done():
+                call.future.set_exception(error)
+
+    async def _run(self) -> None:
+        pause_s = FIRST_PAUSE_S
+        while self._closed is None:
+            try:
+                await self._connect()
+            except FINAL as error:
+                if not self._open_failed(error):
+                    self.fail(error)
+                return
+            except PenstockError as error:
+                log.info("no connection to the broker: %s", error)
+                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+                pause_s = min(2 * pause_s, self._settings.reconnect_max_s)
+                continue
+            pause_s = FIRST_PAUSE_S
+            if self._opened is not None and not self._opened.done():
+                self._opened.set_result(None)
+            await self._mind()
+
+    def _open_failed(self, error: PenstockError) -> bool:
+        if self._opened is None or self._opened.done():
+            return False
+        self._opened.set_exception(error)
+        return True
+
+    async def _connect(self) -> None:
+        loop = asyncio.get_running_loop()
+        link = self._make_link()
+        self._broken.clear()
+        self._welcomed = loop.create_future()
+        await link.open(self._received, self._lost)
+        self._link = link
+        session = "" if self.welcome is None else self.welcome.session
+        self._link.send(
+            Frame(
+                Kind.HELLO,
+                0,
+                encode(
+                    msgspec.structs.replace(
+                        self.hello, session=session, deliveries=self.held(),
+                        pending=[number for number, call in self._calls.items() if call.sent],
+                    )
+                ),
+            )
+        )  # fmt: skip
+        before = self.welcome
+        self.welcome = None  # until it is there, calls wait
+        try:
+            async with asyncio.timeout(self._settings.deadline_s):
+                welcome = await self._welcomed
+        except TimeoutError:
+            self._drop(before)
+            raise BrokerUnreachable("the broker took the connection and said nothing") from None
+        except BaseException:
+            self._drop(before)
+            raise
+        self._resume(welcome, before)
+
+    def _drop(self, before: say.Welcome | None) -> None:
+        self.welcome = before
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+
+    def _resume(self, welcome: say.Welcome, before: say.Welcome | None) -> None:
+        same = before is not None and welcome.session == before.session
+        earlier = list(self._calls.items())
+        self.welcome = welcome
+        self._heard_at = asyncio.get_running_loop().time()
+        assert self._link is not None
+        if before is not None and not welcome.resumed:
+            self.renewed()
+        if welcome.resumed:
+            self.lost(welcome.lost)
+            self._confirmed(welcome.settled)
+            for _, frame in self._settles:
+                self._link.send(frame)
+        else:
+            self._settles.clear()
+        unknown = set(welcome.unknown)
+        for number, call in earlier:
+            if not call.sent or (welcome.resumed and number in unknown):
+                self._send(call)
+            elif not welcome.resumed:
+                if same or call.again:
+                    self._send(call)
+                elif not call.future.done():
+                    call.future.set_exception(
+                        ConnectionLost(
+                            "the broker has forgotten this session and cannot say what became of "
+                            "the request; look before you repeat it",
+                            outcome="unknown",
+                        )
+                    )
+
+    def _received(self, frame: Frame) -> None:
+        self._heard_at = asyncio.get_running_loop().time()
+        if frame.kind in (Kind.RESULT, Kind.FAULT) and frame.request:
+            call = self._calls.get(frame.request)
+            if call is not None and not call.future.done():
+                call.future.set_result(frame)
+        elif frame.kind == Kind.BEAT:
+            self._confirmed(decode(frame.meta, say.Beat).settled)
+        elif frame.kind == Kind.WELCOME:
+            if self._welcomed is not None and not self._welcomed.done():
+                self._welcomed.set_result(decode(frame.meta, say.Welcome))
+        elif frame.kind == Kind.FAULT:
+            error = to_error(decode(frame.meta, say.Fault))
+            if self._welcomed is not None and not self._welcomed.done():
+                self._welcomed.set_exception(error)
+            else:
+                log.warning("the broker objects: %s", error)
+        elif frame.kind != Kind.DRAIN:  # after which it closes the connection anyway
+            self.on_push(frame)
+
+    def _confirmed(self, number: int) -> None:
+        while self._settles and self._settles[0][0] <= number:
+            self._settles.popleft()
+
+    def _lost(self, reason: str) -> None:
+        if self._welcomed is not None and not self._welcomed.done():
+            self._welcomed.set_exception(BrokerUnreachable(f"the connection broke: {reason}"))
+        self._broken.set()
+
+    async def _mind(self) -> None:
+        """Send signs of life until the connection breaks."""
+        beat_s = self._settings.heartbeat_s
+        while not self._broken.is_set():
+            assert self._link is not None
+            answered = min(self._calls, default=self._request + 1)
+            self._link.send(Frame(Kind.HEARTBEAT, 0, encode(say.Beat(answered=answered))))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(beat_s):
+                    await self._broken.wait()
+            if asyncio.get_running_loop().time() - self._heard_at > SILENT_BEATS * beat_s:
+                log.info("the broker is silent; connecting anew")
+                break
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+
+
+def answer_of(frame: Frame, kind: Any) -> Any:
+    """The message in an answer."""
+    return decode(frame.meta, kind)

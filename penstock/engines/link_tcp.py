@@ -1,0 +1,207 @@
+"""TcpLink: a client's connection to a broker over TCP."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable
+
+from penstock.engines.outbox import Outbox, keep_alive
+from penstock.model.errors import (
+    BrokerUnreachable,
+    InvalidSettings,
+    PayloadTooLarge,
+    PenstockError,
+    ProtocolViolation,
+)
+from penstock.wire.frame import BODY_HEAD, PART_LENGTH, Frame
+from penstock.wire.negotiation import MAX_NEGOTIATION_BYTES, NEGOTIATE, Choice, chosen, offer
+from penstock.wire.stream import (
+    COMPRESSORS,
+    Message,
+    StreamReader,
+    decode_frame,
+    encode_frame,
+)
+
+DEFAULT_PORT = 5557
+# To connect, shake hands for TLS and negotiate, all together; the engine tries again after it.
+OPEN_S = 10.0
+MAX_FRAME_BYTES = 320 << 20
+
+
+def client_tls(ca_file: str = "") -> ssl.SSLContext:
+    """TLS that checks the broker's certificate: with the system's authorities, or with a PEM file."""
+    try:
+        return ssl.create_default_context(cafile=ca_file or None)
+    except (OSError, ssl.SSLError) as error:
+        raise InvalidSettings(
+            f"client.tls_ca {ca_file!r} cannot be used: {error}; name a PEM file",
+            key="client.tls_ca",
+        ) from error
+
+
+class TcpLink(asyncio.BufferedProtocol):
+    """One connection to a broker: a ClientLink."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        compressor: str = "none",
+        tls_context: ssl.SSLContext | None = None,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
+    ) -> None:
+        self.host = host
+        self.port = port
+        self.max_frame_bytes = max_frame_bytes
+        """Largest frame the broker sends; after `open`, also the largest it takes."""
+        self._offered = compressor
+        self._tls = tls_context
+        self._accepts_bytes = max_frame_bytes
+        self._reader = StreamReader(MAX_NEGOTIATION_BYTES)
+        self._compressor = 0
+        self._on_frame: Callable[[Frame], None]
+        self._on_lost: Callable[[str], None] | None = None
+        self._opening: asyncio.Future[Choice] | None = None
+        self._transport: asyncio.Transport | None = None
+        self._outbox: Outbox | None = None
+
+    # -- what the engine calls -----------------------------------------------------------------------
+
+    async def open(self, on_frame: Callable[[Frame], None], on_lost: Callable[[str], None]) -> None:
+        """Connect and negotiate; raises BrokerUnreachable, ProtocolViolation or what the broker says."""
+        loop = asyncio.get_running_loop()
+        self._on_frame = on_frame
+        self._opening = loop.create_future()
+        try:
+            async with asyncio.timeout(OPEN_S):
+                await loop.create_connection(lambda: self, self.host, self.port, ssl=self._tls)
+                await self._opening
+                if self._transport is None:
+                    raise ConnectionResetError("it closed the connection at once")
+        except (OSError, TimeoutError) as error:
+            self.close()
+            raise BrokerUnreachable(
+                f"no broker answers at {self.host}:{self.port}: {error or 'timed out'}. Start it "
+                "with `penstock up`, or look at the address",
+                host=self.host,
+                port=self.port,
+            ) from error
+        except BaseException:
+            self.close()
+            raise
+        self._on_lost = on_lost
+
+    def send(self, frame: Frame) -> None:
+        """Queue a frame; raises PayloadTooLarge where the broker would cut the connection."""
+        if self._outbox is None:
+            return
+        size = BODY_HEAD.size + frame.size_bytes + PART_LENGTH.size * len(frame.parts)
+        if size > self.max_frame_bytes:
+            raise PayloadTooLarge(
+                f"a frame of {size} bytes is over the broker's server.max_frame_bytes of "
+                f"{self.max_frame_bytes}; publish less at once",
+                size_bytes=size,
+                limit_bytes=self.max_frame_bytes,
+            )
+        self._outbox.put(encode_frame(frame, self._compressor))
+
+    def pending_bytes(self) -> int:
+        """Bytes queued and not yet taken by the operating system."""
+        return 0 if self._outbox is None else self._outbox.pending_bytes()
+
+    def close(self) -> None:
+        """End the connection; what is queued goes out first."""
+        self._on_lost = None
+        transport, outbox = self._transport, self._outbox
+        self._transport = self._outbox = None
+        if transport is not None and outbox is not None:
+            outbox.finish()
+            transport.close()
+
+    # -- what asyncio calls --------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Connected: negotiate."""
+        assert isinstance(transport, asyncio.Transport)
+        keep_alive(transport.get_extra_info("socket"))
+        self._transport = transport
+        self._outbox = Outbox(asyncio.get_running_loop(), transport)
+        self._outbox.put([offer(self._offered)])
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the next bytes go."""
+        return self._reader.space()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Bytes arrived."""
+        for message in self._reader.filled(nbytes):
+            if self._transport is None:
+                return
+            try:
+                self._take(message)
+            except PenstockError as error:
+                self._broken(error)
+        if self._reader.broken is not None:
+            self._broken(self._reader.broken)
+
+    def eof_received(self) -> bool:
+        """The broker will send no more."""
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is gone."""
+        self._gone(str(exc) if exc else "the broker closed the connection")
+
+    def pause_writing(self) -> None:
+        """The broker reads slower than this side writes."""
+        if self._outbox is not None:
+            self._outbox.pause()
+
+    def resume_writing(self) -> None:
+        """It caught up."""
+        if self._outbox is not None:
+            self._outbox.resume()
+
+    # -- the rest ------------------------------------------------------------------------------------
+
+    def _take(self, message: Message) -> None:
+        opening = self._opening
+        if opening is None:
+            self._on_frame(decode_frame(message, self._accepts_bytes))
+            return
+        command, body = message
+        if command != NEGOTIATE:
+            raise ProtocolViolation("the broker did not answer the negotiation")
+        choice = chosen(body)
+        self._compressor = COMPRESSORS.index(choice.compressor)
+        self._reader.limit_bytes = self._accepts_bytes
+        self.max_frame_bytes = choice.max_frame_bytes
+        self._opening = None
+        if not opening.done():
+            opening.set_result(choice)
+
+    def _broken(self, error: PenstockError) -> None:
+        opening = self._opening
+        if opening is not None and not opening.done():
+            opening.set_exception(error)
+        else:
+            self._gone(error.message)
+        self._abort()
+
+    def _abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _gone(self, reason: str) -> None:
+        if self._outbox is not None:
+            self._outbox.clear()
+        self._transport = self._outbox = None
+        opening = self._opening
+        if opening is not None and not opening.done():
+            opening.set_exception(ConnectionResetError(reason))
+        on_lost, self._on_lost = self._on_lost, None
+        if on_lost is not None:
+            on_lost(reason)

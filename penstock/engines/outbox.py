@@ -1,0 +1,99 @@
+"""Outbox: what waits to be written to one TCP connection, gathered over a turn of the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import deque
+from collections.abc import Sequence
+
+from penstock.wire.frame import Bytes
+
+# Written in one call: large enough to make calls rare, small enough that little is copied when the
+# operating system takes only part of it.
+WRITE_BYTES = 256 << 10
+# Buffers from this size on go out as they are; joining them to others would copy them.
+ALONE_BYTES = 64 << 10
+# A peer that is gone without a word is noticed after a minute.
+KEEPALIVE_IDLE_S = 30
+KEEPALIVE_INTERVAL_S = 10
+KEEPALIVE_PROBES = 3
+
+
+class Outbox:
+    """Joins the buffers of one loop turn into few writes, and holds them while the peer is slow."""
+
+    __slots__ = ("_loop", "_paused", "_queue", "_queued_bytes", "_scheduled", "_transport")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport) -> None:
+        self._loop = loop
+        self._transport = transport
+        self._queue: deque[Bytes] = deque()
+        self._queued_bytes = 0
+        self._paused = False
+        self._scheduled = False
+        transport.set_write_buffer_limits(high=WRITE_BYTES)
+
+    def put(self, buffers: Sequence[Bytes]) -> None:
+        """Queue buffers; they are written together with what else this turn brings."""
+        self._queue.extend(buffers)
+        self._queued_bytes += sum(map(len, buffers))
+        if not self._scheduled and not self._paused:
+            self._scheduled = True
+            self._loop.call_soon(self.flush)
+
+    def pending_bytes(self) -> int:
+        """Bytes queued here or in the transport."""
+        return self._queued_bytes + self._transport.get_write_buffer_size()
+
+    def pause(self) -> None:
+        """The transport has enough; called by its protocol."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """The transport takes more; called by its protocol."""
+        self._paused = False
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what the transport takes."""
+        self._scheduled = False
+        while self._queue and not self._paused:
+            self._write_some()
+
+    def finish(self) -> None:
+        """Give everything to the transport, which is about to close."""
+        self._paused = False
+        while self._queue:
+            self._write_some()
+
+    def clear(self) -> None:
+        """Forget everything: the connection is gone."""
+        self._queue.clear()
+        self._queued_bytes = 0
+        self._paused = True
+
+    def _write_some(self) -> None:
+        queue = self._queue
+        size = len(queue[0])
+        if size >= ALONE_BYTES:
+            self._queued_bytes -= size
+            self._transport.write(memoryview(queue.popleft()))
+            return
+        joined = []
+        total = 0
+        while queue and total < WRITE_BYTES and len(queue[0]) < ALONE_BYTES:
+            buffer = queue.popleft()
+            total += len(buffer)
+            joined.append(buffer)
+        self._queued_bytes -= total
+        self._transport.writelines(joined)
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """No waiting for full packets, and the operating system notices a peer that is gone."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)

@@ -1,0 +1,237 @@
+"""Remote deliveries: leased events in the hands of a consumer that is not in the broker's process.
+
+Calls are checked here, against the lease as this process knows it, and reported to the broker once
+for each turn of the loop. A lease ends here no later than there: its clock starts when the event is
+handed over, and only then does the broker hear of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+
+from penstock.core.lease import (
+    ACKED,
+    EXPIRED,
+    FENCED,
+    NACKED,
+    OUT,
+    REJECTED,
+    RETURNED,
+    Lane,
+    Lease,
+    Member,
+    Run,
+)
+from penstock.engines.engine import Subscribe
+from penstock.model.batch import EventBatch
+from penstock.model.errors import AlreadySettled, BusClosed, Fenced, PenstockError
+from penstock.model.event import Event
+from penstock.wire.fault import to_error
+from penstock.wire.message import Deliver, Refused, Settlement
+
+log = logging.getLogger("penstock.client")
+NOBODY = Member("", 0)
+
+
+class RemoteDelivery:
+    """A stretch of leased events."""
+
+    __slots__ = (
+        "_events", "_feed", "_next", "acks", "attempt", "batch", "extends", "handed", "lease", "nacks",
+        "number", "rejects",
+    )  # fmt: skip
+
+    def __init__(self, feed: RemoteQueue, deliver: Deliver, batch: EventBatch) -> None:
+        self.number = deliver.delivery
+        self.batch = batch
+        self.attempt = deliver.attempt
+        self.handed = 0
+        self.acks: list[int] = []
+        self.nacks: list[tuple[int, float | None, str]] = []
+        self.rejects: list[tuple[int, str]] = []
+        self.extends: list[tuple[int, float | None]] = []
+        lane = Lane(batch.topic, batch.partition, 0, 0)
+        run = Run(lane, batch.base_offset, batch.count, deliver.attempt - 1)
+        self.lease = Lease(deliver.delivery, run, NOBODY)
+        for index in deliver.skip:
+            self.lease.states[index] = ACKED
+            self.lease.open -= 1
+        self._feed = feed
+        self._next = 0
+        self._events: list[Event] | None = None
+
+    def hand(self) -> Event | None:
+        """The next event, its lease running from now."""
+        events = self._events
+        if events is None:
+            attempt, batch = self.attempt, self.batch
+            events = self._events = [
+                Event(batch, index, key, payload, headers, attempt, self)
+                for index, (key, payload, headers) in enumerate(
+                    zip(batch.keys(), batch.payloads(), batch.headers(), strict=True)
+                )
+            ]
+        while self._next < len(events):
+            index = self._next
+            self._next += 1
+            if self.lease.states[index] == OUT:
+                self.lease.hand(index, self._feed.now() + self._feed.lease_s)
+                self.handed = index + 1
+                self._feed.touched(self)
+                return events[index]
+        self._events = None
+        return None
+
+    def ack(self, index: int) -> None:
+        """Done."""
+        self._close(index, ACKED)
+        self.acks.append(index)
+
+    def nack(self, index: int, delay_s: float | None, reason: str) -> None:
+        """Again, later."""
+        self._close(index, NACKED)
+        self.nacks.append((index, delay_s, reason))
+
+    def reject(self, index: int, reason: str) -> None:
+        """Dead."""
+        self._close(index, REJECTED)
+        self.rejects.append((index, reason))
+
+    def extend(self, index: int, seconds: float | None) -> None:
+        """More time."""
+        self.check(index)
+        lease_s = self._feed.lease_s if seconds is None else seconds
+        self.lease.deadlines[index] = self._feed.now() + lease_s
+        self.extends.append((index, seconds))
+        self._feed.touched(self)
+
+    def check(self, index: int) -> None:
+        """Raise what settling this event now would raise."""
+        lease = self.lease
+        if lease.states[index] == OUT:
+            if index >= len(lease.deadlines) or self._feed.now() < lease.deadlines[index]:
+                return
+            self.end(index, EXPIRED)
+        raise lease.refusal(index)
+
+    def _close(self, index: int, state: int) -> None:
+        self.check(index)
+        self.end(index, state)
+        self._feed.touched(self)
+
+    def end(self, index: int, state: int) -> None:
+        """An event of this delivery can no longer be settled."""
+        if self.lease.states[index] == OUT:
+            self.lease.open -= 1
+            if not self.lease.open:
+                self._feed.done(self)
+        self.lease.states[index] = state
+
+    def end_all(self, state: int) -> None:
+        """None of it can be settled any more."""
+        for index in range(self.batch.count):
+            if self.lease.states[index] == OUT:
+                self.end(index, state)
+
+    def settlement(self) -> Settlement:
+        """What happened since the last call."""
+        report = Settlement(
+            self.number, self.handed, _runs(self.acks), self.nacks, self.rejects, self.extends
+        )
+        self.acks, self.nacks, self.rejects, self.extends = [], [], [], []
+        return report
+
+
+class RemoteQueue:
+    """A queue feed of a broker."""
+
+    def __init__(
+        self,
+        number: int,
+        wanted: Subscribe,
+        report: Callable[[RemoteDelivery], None],
+        leave: Callable[[RemoteQueue], object],
+    ) -> None:
+        self.number = number
+        self.wanted = wanted
+        self.lease_s = wanted.spec.lease_s
+        self.held: dict[int, RemoteDelivery] = {}
+        self.now = asyncio.get_running_loop().time
+        self.touched = report
+        self._leave = leave
+        self._waiting: deque[RemoteDelivery] = deque()
+        self._getter: asyncio.Future[None] | None = None
+        self._stopped: PenstockError | None = None
+
+    def delivered(self, deliver: Deliver, batch: EventBatch) -> None:
+        """Events came."""
+        delivery = RemoteDelivery(self, deliver, batch)
+        self.held[deliver.delivery] = delivery
+        self._waiting.append(delivery)
+        self._ring()
+
+    def refused(self, refused: Refused) -> None:
+        """The broker did not take a settlement: the event is somebody else's by now."""
+        delivery = self.held.get(refused.delivery)
+        error = to_error(refused.fault)
+        if delivery is not None and 0 <= refused.index < delivery.batch.count:
+            delivery.end(refused.index, FENCED if isinstance(error, Fenced) else EXPIRED)
+        if not isinstance(error, Fenced | AlreadySettled):
+            log.warning("a settlement came too late: %s", error)
+
+    def lost(self, numbers: list[int]) -> None:
+        """The broker holds these deliveries no more; what is in them comes again."""
+        for number in numbers:
+            delivery = self.held.get(number)
+            if delivery is not None:
+                delivery.end_all(EXPIRED)
+                self.held.pop(number, None)
+        self._waiting = deque(each for each in self._waiting if each.lease.open)
+
+    def done(self, delivery: RemoteDelivery) -> None:
+        """Everything of a delivery is settled."""
+        self.held.pop(delivery.number, None)
+
+    def stop(self, error: PenstockError) -> None:
+        """Nothing will arrive any more."""
+        self._stopped = self._stopped or error
+        self._ring()
+
+    def _ring(self) -> None:
+        if self._getter is not None and not self._getter.done():
+            self._getter.set_result(None)
+
+    async def receive(self) -> RemoteDelivery:
+        """Wait for the next stretch of events."""
+        while not self._waiting:
+            if self._stopped is not None:
+                raise self._stopped
+            self._getter = asyncio.get_running_loop().create_future()
+            await self._getter
+        return self._waiting.popleft()
+
+    async def close(self) -> None:
+        """Leave the group; what is not settled returns to it."""
+        if self._stopped is None or self.held:
+            self.stop(BusClosed("the subscription is closed; subscribe again"))
+            await self._leave(self)  # type: ignore[misc]
+            for delivery in list(self.held.values()):
+                delivery.end_all(RETURNED)
+
+
+def _runs(indices: list[int]) -> list[int]:
+    """Start and count of each run of consecutive numbers."""
+    if not indices:
+        return []
+    indices.sort()
+    runs = []
+    first = previous = indices[0]
+    for index in indices[1:]:
+        if index != previous + 1:
+            runs += (first, previous + 1 - first)
+            first = index
+        previous = index
+    return [*runs, first, previous + 1 - first]

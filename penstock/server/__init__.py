@@ -1,0 +1,1 @@
+"""The daemon: the embedded engine served over ZeroMQ, TCP and HTTP."""

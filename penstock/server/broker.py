@@ -1,0 +1,341 @@
+"""Broker: the embedded engine, shared by many clients.
+
+It knows sessions and nothing of transports: those call `connected`, then `received` and `lost` on
+what they get back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from penstock.core.entry import SessionGone
+from penstock.engines import request as requests
+from penstock.engines.embedded import CAPABILITIES, EmbeddedEngine
+from penstock.engines.engine import Request
+from penstock.model.batch import EventBatch
+from penstock.model.errors import (
+    BusClosed,
+    Deferred,
+    Fenced,
+    PenstockError,
+    ProtocolViolation,
+)
+from penstock.model.event import Identity
+from penstock.model.settings import Settings
+from penstock.server.outlet import QueueOutlet
+from penstock.server.session import Session
+from penstock.wire.fault import to_fault
+from penstock.wire.frame import Frame, Kind
+from penstock.wire.message import Hello, Refused, Welcome, decode, encode
+
+if TYPE_CHECKING:
+    from penstock.server.link import Link
+
+log = logging.getLogger("penstock.server")
+
+SILENT_BEATS = 3  # heartbeats a client may miss
+
+
+class Doorkeeper(Protocol):
+    """Decides who somebody is."""
+
+    def identify(self, token: str, tenant: str, subject: str, *, loopback: bool) -> Identity:
+        """The identity behind a token; raises NotAuthenticated or AccessDenied."""
+        ...
+
+
+class Tally(Protocol):
+    """Counts what passes through the broker."""
+
+    def connection(self, change: int) -> None:
+        """A client came or went."""
+        ...
+
+    def delivered(self, tenant: str, topic: str, events: int) -> None:
+        """Events were sent to a client."""
+        ...
+
+    def frame_error(self, code: str) -> None:
+        """A client was answered with an error."""
+        ...
+
+
+class SessionInfo(msgspec.Struct, frozen=True):
+    """A session as operators see it."""
+
+    id: str
+    client: str
+    tenant: str
+    subject: str
+    agent: str
+    peer: str
+    connected: bool
+    resumable: bool
+    silent_s: float
+    subscriptions: list[str]
+    groups: list[str]
+    held: int
+    """Events leased and not settled."""
+
+
+class Connection:
+    """One connection: nobody until its Hello, then part of a session."""
+
+    def __init__(self, broker: Broker, link: Link) -> None:
+        self.link = link
+        self.session: Session | None = None
+        self.heard_at = broker.now()
+        self._broker = broker
+        self._greeting: asyncio.Task[None] | None = None
+        self._early: list[Frame] = []
+
+    def received(self, frame: Frame) -> None:
+        """Take a frame; what is wrong with it is answered, here and now."""
+        self.heard_at = self._broker.now()
+        try:
+            if self.session is not None:
+                if frame.kind == Kind.BYE:
+                    self._broker.goodbye(self)
+                else:
+                    self.session.received(frame)
+            elif self._greeting is not None:
+                self._early.append(frame)  # of an eager client; the transport bounds it
+            elif frame.kind == Kind.HELLO:
+                hello = decode(frame.meta, Hello)
+                self._greeting = asyncio.create_task(self._greet(frame.request, hello))
+            else:
+                raise ProtocolViolation("the first frame of a client is HELLO")
+        except PenstockError as error:
+            self.fault(frame.request, error)
+
+    async def _greet(self, request: int, hello: Hello) -> None:
+        try:
+            self.session = await self._broker.greet(self, hello)
+        except PenstockError as error:
+            self.fault(request, error)
+            self.link.close()
+            return
+        early, self._early = self._early, []
+        for frame in early:
+            self.received(frame)
+
+    def fault(self, request: int, error: PenstockError) -> None:
+        """Answer with an error."""
+        self._broker.tally.frame_error(error.code)
+        self.link.send(Frame(Kind.FAULT, request, encode(to_fault(error))))
+
+    def lost(self, reason: str) -> None:
+        """The transport has no connection any more."""
+        self._broker.disconnected(self, reason)
+
+
+class Broker:
+    """Serves an engine to many clients."""
+
+    def __init__(
+        self, engine: EmbeddedEngine, settings: Settings, doorkeeper: Doorkeeper, tally: Tally
+    ) -> None:
+        self.engine = engine
+        self.tally = tally
+        self.id = uuid.uuid4().hex
+        self.sessions: dict[str, Session] = {}
+        self.connections: set[Connection] = set()
+        self.draining = False
+        self.send_buffer_bytes = settings.server.send_buffer_bytes
+        self._settings = settings.server
+        self._doorkeeper = doorkeeper
+        self._minder: asyncio.Task[None] | None = None
+
+    @staticmethod
+    def now() -> float:
+        """Monotonic seconds."""
+        return time.monotonic()
+
+    def start(self) -> None:
+        """Take up the sessions the journal knows, and mind the clock from now on."""
+        for id, state in self.engine.state.sessions.items():
+            spec = state.spec
+            hello = Hello(
+                spec.client, subscriptions=list(spec.subscriptions),
+                max_inflight=spec.max_inflight, supports_ack=spec.supports_ack,
+            )  # fmt: skip
+            identity = Identity(spec.tenant, spec.subject, spec.roles)
+            session = self.sessions[id] = Session(self, id, hello, identity)
+            session.restored = True
+        self._minder = asyncio.create_task(self._mind(), name="penstock-sessions")
+
+    # -- connections ---------------------------------------------------------------------------
+
+    def connected(self, link: Link) -> Connection:
+        """A client reached a transport."""
+        if self.draining:
+            raise BusClosed("the broker is stopping; connect again in a moment")
+        if len(self.connections) >= self._settings.max_connections:
+            raise Deferred(
+                f"{self._settings.max_connections} clients are connected; try again later, or raise "
+                "server.max_connections",
+                retry_after_s=5.0,
+            )
+        connection = Connection(self, link)
+        self.connections.add(connection)
+        self.tally.connection(1)
+        return connection
+
+    def disconnected(self, connection: Connection, reason: str) -> None:
+        """A connection is gone; its session waits, if it may."""
+        if connection not in self.connections:
+            return
+        self.connections.discard(connection)
+        self.tally.connection(-1)
+        session, connection.session = connection.session, None
+        if session is not None and session.link is connection.link:
+            session.detach()
+            log.info("client gone", extra={"session": session.id, "reason": reason})
+            if not session.hello.resumable:
+                self._end(session)
+
+    def goodbye(self, connection: Connection) -> None:
+        """A client leaves for good."""
+        session, connection.session = connection.session, None
+        self.connections.discard(connection)
+        self.tally.connection(-1)
+        if session is not None:
+            self._end(session, connection)
+
+    def _end(self, session: Session, connection: Connection | None = None) -> None:
+        self.sessions.pop(session.id, None)
+        self.engine.spawn(self._close(session, connection))
+
+    async def _close(self, session: Session, connection: Connection | None = None) -> None:
+        await session.close()
+        if session.id in self.engine.state.sessions and not self.draining:
+            await self.engine.intake.write_entries([SessionGone(session.id)])
+        if connection is not None:
+            connection.link.close()
+
+    async def greet(self, connection: Connection, hello: Hello) -> Session:
+        """Begin or resume a session."""
+        identity = self._doorkeeper.identify(
+            hello.token, hello.tenant, hello.subject, loopback=connection.link.loopback
+        )
+        session = self.sessions.get(hello.session) if hello.session else None
+        if session is not None and session.identity.tenant != identity.tenant:
+            raise Fenced(f"session {hello.session!r} belongs to another tenant")
+        resumed = session is not None and not session.restored
+        if session is None:
+            session = Session(self, uuid.uuid4().hex, hello, identity)
+            if hello.resumable:
+                await self.engine.intake.write_entries([session.entry()])
+            self.sessions[session.id] = session
+        session.hello, session.identity, session.restored = hello, identity, False
+        welcome = Welcome(
+            session.id, self.id, resumed, self._settings.heartbeat_s, self._settings.session_s,
+            identity.tenant, identity.subject, sorted(CAPABILITIES),
+            self._settings.max_frame_bytes,
+        )  # fmt: skip
+        session.attach(connection.link, hello, welcome)
+        log.info(
+            "client resumed" if resumed else "client connected",
+            extra={"session": session.id, "client": hello.client, "peer": connection.link.peer},
+        )
+        return session
+
+    async def _mind(self) -> None:
+        """Drop connections that are silent, and sessions that nobody came back to."""
+        beat_s = self._settings.heartbeat_s
+        while True:
+            await asyncio.sleep(beat_s / 2)
+            now = self.now()
+            for connection in list(self.connections):
+                allowed = SILENT_BEATS * max(
+                    beat_s, connection.session.hello.heartbeat_s if connection.session else 0.0
+                )
+                if now - connection.heard_at > allowed:
+                    connection.link.close()
+                    self.disconnected(connection, "silent")
+            for session in list(self.sessions.values()):
+                if session.link is None and now - session.heard_at > self._settings.session_s:
+                    log.info("session expired", extra={"session": session.id})
+                    self._end(session)
+
+    # -- for sessions --------------------------------------------------------------------------
+
+    def delivered(self, batch: EventBatch, events: int) -> None:
+        """Count events sent to a client."""
+        self.tally.delivered(batch.tenant, batch.topic, events)
+
+    def failed(self, kind: int, error: PenstockError) -> None:
+        """Count a request that was answered with an error."""
+        self.tally.frame_error(error.code)
+
+    def max_inflight(self, tenant: str) -> int:
+        """Most events one consumer of a tenant may hold."""
+        limits = self.engine.admission.limits
+        own = limits.tenants.get(tenant, limits.default).max_inflight
+        general = limits.max_inflight_per_consumer
+        return min(each for each in (own, general, 1_000_000) if each is not None)
+
+    async def ask(self, request: Request) -> Any:
+        """Administer; whoever holds events of a group that is reset hears it before the answer."""
+        answer = await self.engine.ask(request)
+        if isinstance(request, requests.ResetGroup):
+            self._fence(request.group)
+        return answer
+
+    def _fence(self, group: str) -> None:
+        for session in self.sessions.values():
+            for outlet in session.feeds.values():
+                if isinstance(outlet, QueueOutlet) and outlet.wanted.group == group:
+                    for number, leased in list(outlet.held.items()):
+                        for index in range(leased.batch.count):
+                            if leased.lease.states[index + leased.shift]:
+                                fault = to_fault(leased.lease.refusal(index + leased.shift))
+                                meta = encode(Refused(number, index, fault))
+                                session.send(Frame(Kind.REFUSED, 0, meta))
+                        outlet.drop_settled(number)
+
+    def sessions_view(self) -> list[SessionInfo]:
+        """All sessions, for operators."""
+        now = self.now()
+        return [
+            SessionInfo(
+                session.id, session.hello.client, session.identity.tenant,
+                session.identity.subject, session.hello.agent,
+                session.link.peer if session.link is not None else "",
+                session.link is not None, session.hello.resumable,
+                round(now - session.heard_at, 3), list(session.hello.subscriptions),
+                sorted({outlet.wanted.group for outlet in session.feeds.values()}),
+                sum(
+                    leased.lease.states.count(0, leased.shift, leased.shift + leased.batch.count)
+                    for outlet in session.feeds.values()
+                    if isinstance(outlet, QueueOutlet)
+                    for leased in outlet.held.values()
+                ),
+            )
+            for session in self.sessions.values()
+        ]  # fmt: skip
+
+    # -- the end -------------------------------------------------------------------------------
+
+    async def drain(self, seconds: float) -> None:
+        """Take no new clients, let the others finish what they asked, then end all connections."""
+        self.draining = True
+        for session in self.sessions.values():
+            session.send(Frame(Kind.DRAIN, 0, b""))
+        end = self.now() + seconds
+        for session in self.sessions.values():
+            await session.finished(end - self.now())
+        if self._minder is not None:
+            self._minder.cancel()
+        for session in list(self.sessions.values()):
+            await session.close()
+        self.sessions.clear()
+        for connection in list(self.connections):
+            connection.link.close()
+        self.connections.clear()

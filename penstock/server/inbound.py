@@ -1,0 +1,114 @@
+"""Inbound drafts: events that came over a wire, proven harmless before the engine sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.engines.engine import Draft
+from penstock.model.batch import EventBatch, check_columns
+from penstock.model.errors import AccessDenied, InvalidBatch, InvalidHeaders, InvalidInput
+from penstock.model.event import Identity
+from penstock.model.settings import Limits
+from penstock.model.topic import check_topic, is_system, tenant_of
+from penstock.wire.frame import Bytes
+from penstock.wire.message import DraftMeta
+
+ADMIN = "admin"
+REPLY_PREFIX = "_inbox."
+
+
+def inbound(meta: DraftMeta, parts: Sequence[Bytes], identity: Identity, limits: Limits) -> Draft:
+    """The draft that a message and its part describe; raises what a local publish would raise."""
+    check_topic(meta.topic, system=is_system(meta.topic))
+    check_tenant(identity, meta.topic)
+    tenant = tenant_of(meta.topic) or identity.tenant
+    if meta.part < 0:
+        return _from_lists(meta, tenant, limits)
+    if meta.part >= len(parts):
+        raise InvalidBatch(f"the frame has {len(parts)} parts, the draft names part {meta.part}")
+    batch = EventBatch.decode(parts[meta.part], limit_bytes=limits.max_batch_bytes)
+    _check_batch(batch, meta, limits)
+    draft = Draft(meta.topic, (), tenant=tenant, codec=meta.codec)
+    batch.tenant, batch.codec = tenant, meta.codec
+    draft.count, draft.batch, draft.partition = batch.count, batch, meta.partition
+    draft.deliver_at_us = meta.deliver_at_us
+    if batch.explicit_tokens:
+        draft.tokens = [batch.token(index) for index in range(batch.count)]
+    return draft
+
+
+def check_tenant(identity: Identity, topic: str) -> None:
+    """A tenant publishes to its own topics and to those that belong to nobody."""
+    if ADMIN in identity.roles:
+        return
+    owner = tenant_of(topic)
+    if owner is not None and owner != identity.tenant:
+        raise AccessDenied(
+            f"topic {topic!r} belongs to tenant {owner!r}, you are {identity.tenant!r}; nothing was "
+            "stored. Use a token of that tenant",
+            topic=topic,
+        )
+    if is_system(topic) and not topic.startswith(REPLY_PREFIX):
+        raise AccessDenied(
+            f"{topic!r} is the broker's own; only an admin may touch it", topic=topic
+        )
+
+
+def _from_lists(meta: DraftMeta, tenant: str, limits: Limits) -> Draft:
+    draft = Draft(meta.topic, meta.payloads, tenant=tenant, codec=meta.codec)
+    if not 0 < draft.count <= limits.max_batch_events:
+        raise InvalidInput(
+            f"{draft.count} events in one draft; 1 to {limits.max_batch_events} are allowed"
+        )
+    for name in ("keys", "headers", "tokens", "times_us", "expires_us", "priority"):
+        column = getattr(meta, name)
+        if column is not None and len(column) != draft.count:
+            raise InvalidBatch(
+                f"column {name!r} has {len(column)} values for {draft.count} payloads", column=name
+            )
+        setattr(draft, name, column)
+    if draft.tokens is not None and any(len(token) != 16 for token in draft.tokens):
+        raise InvalidBatch("every token has 16 bytes", column="tokens")
+    for key in draft.keys or ():
+        if key is not None and len(key) > limits.max_key_bytes:
+            raise _long_key(len(key), limits)
+    for headers in draft.headers or ():
+        if headers:
+            size = sum(len(name.encode()) + len(text.encode()) for name, text in headers.items())
+            _check_headers(len(headers), size, limits)
+    draft.partition, draft.deliver_at_us = meta.partition, meta.deliver_at_us
+    return draft
+
+
+def _check_batch(batch: EventBatch, meta: DraftMeta, limits: Limits) -> None:
+    if batch.topic != meta.topic:
+        raise InvalidBatch(f"a batch of {batch.topic!r} came with a draft for {meta.topic!r}")
+    if batch.side_bytes or batch.append_times is not None:
+        raise InvalidBatch("a batch to publish has neither side files nor append times")
+    if batch.count > limits.max_batch_events:
+        raise InvalidInput(f"{batch.count} events in one draft, {limits.max_batch_events} allowed")
+    check_columns(batch)
+    if batch.key_column is not None and batch.key_column.largest() > limits.max_key_bytes:
+        raise _long_key(batch.key_column.largest(), limits)
+    column = batch.header_column
+    if column is not None:
+        ends = np.frombuffer(column.offsets, dtype=np.int32, count=batch.count + 1)
+        sizes = sum(
+            np.diff(np.frombuffer(part.offsets, dtype=np.int32, count=part.count + 1)[ends])
+            for part in (column.keys, column.values)
+        )
+        _check_headers(int(np.diff(ends).max()), int(np.max(sizes)), limits)
+
+
+def _check_headers(count: int, size: int, limits: Limits) -> None:
+    if count > limits.max_headers or size > limits.max_headers_bytes:
+        raise InvalidHeaders(
+            f"an event has {count} headers of {size} bytes; {limits.max_headers} of "
+            f"{limits.max_headers_bytes} bytes together are allowed"
+        )
+
+
+def _long_key(size: int, limits: Limits) -> InvalidInput:
+    return InvalidInput(f"a key of {size} bytes is over the limit of {limits.max_key_bytes}")

@@ -1,0 +1,28 @@
+"""Link: one connection of one client, whatever carries it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from penstock.wire.frame import Frame
+
+
+class Link(Protocol):
+    """What the broker asks of a transport."""
+
+    peer: str
+    """Where the client is, for logs."""
+    loopback: bool
+    """Whether the client is on this host, reached without a network."""
+
+    def send(self, frame: Frame) -> None:
+        """Queue a frame; never waits. After `close` it does nothing."""
+        ...
+
+    def pending_bytes(self) -> int:
+        """Bytes queued and not yet taken by the operating system."""
+        ...
+
+    def close(self) -> None:
+        """Send what is queued, then end the connection."""
+        ...

@@ -1,0 +1,160 @@
+"""Outlets: the broker's end of a subscription, one for each feed of a session."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from penstock.core.lease import OUT
+from penstock.engines.engine import LogFeed
+from penstock.engines.engine import Subscribe as Wanted
+from penstock.engines.handle import Inbox, LeasedBatch
+from penstock.engines.logreader import LogReader
+from penstock.model.batch import EventBatch
+from penstock.model.errors import DeliveryError, LeaseExpired, PenstockError
+from penstock.wire.fault import to_fault
+from penstock.wire.frame import Frame, Kind
+from penstock.wire.message import Deliver, Feed, Refused, Settlement, encode
+
+if TYPE_CHECKING:
+    from penstock.server.session import Session
+
+
+class QueueOutlet:
+    """Pushes leased events to a client, as far as its credit and its connection go."""
+
+    def __init__(self, session: Session, feed: int, wanted: Wanted, inbox: Inbox) -> None:
+        self.wanted = wanted
+        self.held: dict[int, LeasedBatch] = {}
+        """Deliveries of which something is not settled yet."""
+        self._session = session
+        self._feed = feed
+        self._inbox = inbox
+        self._task = asyncio.create_task(self._run(), name=f"penstock-outlet-{wanted.group}")
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                leased = await self._inbox.receive()
+                await self._session.room()
+                number = self._session.next_delivery()
+                self.held[number] = leased
+                self.send(number)
+        except PenstockError as error:
+            self._session.stopped(self._feed, error)
+
+    def send(self, number: int) -> None:
+        """Send a delivery, or send it again to a client that came back."""
+        leased = self.held[number]
+        batch, states, shift = leased.batch, leased.lease.states, leased.shift
+        if states.count(OUT, shift, shift + batch.count) == batch.count:
+            skip: list[int] = []
+        else:
+            skip = [index for index in range(batch.count) if states[index + shift] != OUT]
+            if len(skip) == batch.count:
+                del self.held[number]
+                return
+        meta = Deliver(self._feed, number, leased.attempt, skip)
+        self._session.send(Frame(Kind.DELIVER, 0, encode(meta), (batch.encode(),)))
+        self._session.delivered(batch, batch.count - len(skip))
+
+    def settle(self, settlement: Settlement) -> None:
+        """Take over what the client says became of a delivery."""
+        number = settlement.delivery
+        leased = self.held[number]
+        self._hand(leased, min(settlement.handed, leased.batch.count))
+        acks = settlement.acks
+        for at in range(0, len(acks) - 1, 2):
+            for index in range(acks[at], acks[at] + acks[at + 1]):
+                self._try(number, leased, index, leased.ack, index)
+        for index, delay_s, reason in settlement.nacks:
+            self._try(number, leased, index, leased.nack, index, delay_s, reason)
+        for index, reason in settlement.rejects:
+            self._try(number, leased, index, leased.reject, index, reason)
+        for index, seconds in settlement.extends:
+            self._try(number, leased, index, leased.extend, index, seconds)
+        self.drop_settled(number)
+
+    def drop_settled(self, number: int) -> None:
+        """Forget a delivery once nothing of it is open."""
+        leased = self.held.get(number)
+        if leased is not None and not leased.lease.states.count(
+            OUT, leased.shift, leased.shift + leased.batch.count
+        ):
+            del self.held[number]
+
+    def _hand(self, leased: LeasedBatch, count: int) -> None:
+        """The consumer was given events: their leases run from now."""
+        lease, shift = leased.lease, leased.shift
+        deadline = leased.now() + leased.group.spec.lease_s
+        for index in range(max(shift, len(lease.deadlines)), shift + count):
+            lease.hand(index, deadline)
+
+    def _try(self, number: int, leased: LeasedBatch, index: int, call: Any, *args: Any) -> None:
+        if not 0 <= index < leased.batch.count:
+            error: PenstockError = DeliveryError(f"delivery {number} has no event {index}")
+        else:
+            try:
+                call(*args)
+            except PenstockError as raised:
+                error = raised
+            else:
+                return
+        self._session.send(Frame(Kind.REFUSED, 0, encode(Refused(number, index, to_fault(error)))))
+
+    def refuse(self, settlement: Settlement) -> None:
+        """A settlement of a delivery that is not held any more."""
+        late = LeaseExpired("the lease ended before the call; the event is or will come again")
+        indices = [nack[0] for nack in settlement.nacks]
+        indices += [reject[0] for reject in settlement.rejects]
+        acks = settlement.acks
+        for at in range(0, len(acks) - 1, 2):
+            indices += range(acks[at], acks[at] + min(acks[at + 1], 100))
+        for index in indices[:100]:
+            meta = Refused(settlement.delivery, index, to_fault(late))
+            self._session.send(Frame(Kind.REFUSED, 0, encode(meta)))
+
+    async def close(self) -> None:
+        """Leave the group; what is not settled returns to it."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await self._inbox.close()
+        self.held.clear()
+
+
+class LogOutlet:
+    """Answers a client's fetches, one batch at a time, so that it alone sets the pace."""
+
+    def __init__(self, wanted: Wanted, reader: LogReader) -> None:
+        self.wanted = wanted
+        self.reader: LogFeed = reader
+        self._fetching: asyncio.Task[EventBatch] | None = None
+
+    async def fetch(self) -> EventBatch:
+        """The next batch. A fetch that was given up is taken up by the next one."""
+        if self._fetching is None:
+            self._fetching = asyncio.create_task(self._receive())
+        try:
+            return await asyncio.shield(self._fetching)
+        finally:
+            if self._fetching is not None and self._fetching.done():
+                self._fetching = None
+
+    async def _receive(self) -> EventBatch:
+        return await self.reader.receive()
+
+    def mark(self, marks: list[tuple[str, int, int]]) -> None:
+        """The client is through with everything before these offsets."""
+        for topic, partition, offset in marks:
+            self.reader.mark(topic, partition, offset)
+
+    async def close(self) -> None:
+        """Leave the group."""
+        await self.reader.close()
+        if self._fetching is not None:
+            await asyncio.gather(self._fetching, return_exceptions=True)
+
+
+def stopped_frame(feed: int, error: PenstockError) -> Frame:
+    """Tells a client that a feed has ended."""
+    return Frame(Kind.STOPPED, 0, encode(Feed(feed, to_fault(error))))

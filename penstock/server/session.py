@@ -1,0 +1,363 @@
+"""Session: what the broker knows of one client, and the answers to everything it asks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from penstock.core.entry import SessionPut
+from penstock.engines import request as requests
+from penstock.engines.answers import REQUESTS
+from penstock.engines.engine import Subscribe as Wanted
+from penstock.engines.handle import Inbox
+from penstock.model.batch import EventBatch
+from penstock.model.errors import (
+    AccessDenied,
+    BusClosed,
+    InvalidInput,
+    PenstockError,
+    ProtocolViolation,
+)
+from penstock.model.event import Identity
+from penstock.server.inbound import ADMIN, check_tenant
+from penstock.server.outlet import LogOutlet, QueueOutlet, stopped_frame
+from penstock.server.storing import Storing
+from penstock.wire import message as say
+from penstock.wire.fault import to_fault
+from penstock.wire.frame import Frame, Kind
+from penstock.wire.message import decode, encode
+
+if TYPE_CHECKING:
+    from penstock.server.broker import Broker
+    from penstock.server.link import Link
+
+log = logging.getLogger("penstock.server")
+
+# Answers kept for a client that may have missed them: as many as it can have requests open.
+MAX_KEPT_ANSWERS = 4_096
+MAX_KEPT_BYTES = 32 << 20
+MAX_FEEDS = 1_024  # of one session
+CONFIRM_EVERY = 256  # settlements, so that a busy client need not keep many
+LOOK_AGAIN_S = 0.005
+
+
+class Session:
+    """One client of the broker, over all its connections."""
+
+    def __init__(self, broker: Broker, id: str, hello: say.Hello, identity: Identity) -> None:
+        self.id = id
+        self.hello = hello
+        self.identity = identity
+        self.link: Link | None = None
+        self.heard_at = broker.now()
+        self.restored = False
+        """Known from the journal only: the broker was restarted."""
+        self.settled = 0
+        self.feeds: dict[int, QueueOutlet | LogOutlet] = {}
+        self._broker = broker
+        self._storing = Storing(broker.engine, self)
+        self._attached = asyncio.Event()
+        self._delivery = 0
+        self._answers: dict[int, Frame] = {}
+        self._answer_bytes = 0
+        self._working: dict[int, asyncio.Task[None]] = {}
+        self._patient: set[asyncio.Task[None]] = set()
+        self._own_topics: set[str] = set()
+        self._opening: dict[int, asyncio.Future[None]] = {}
+        self._handlers: dict[int, Callable[[Frame], Awaitable[Frame]]] = {
+            Kind.PUBLISH: self._storing.publish,
+            Kind.TRANSACT: self._storing.transact,
+            Kind.SUBSCRIBE: self._subscribe,
+            Kind.UNSUBSCRIBE: self._unsubscribe,
+            Kind.FETCH: self._fetch,
+            Kind.COMMIT: self._commit,
+            Kind.READ: self._read,
+            Kind.ASK: self._ask,
+            Kind.FLUSH: self._flush,
+        }
+
+    def entry(self) -> SessionPut:
+        """The session as the journal keeps it."""
+        hello, who = self.hello, self.identity
+        return SessionPut(
+            self.id, hello.client, who.tenant, who.subject, who.roles,
+            tuple(hello.subscriptions), hello.max_inflight, hello.supports_ack,
+        )  # fmt: skip
+
+    # -- the connection ------------------------------------------------------------------------
+
+    def attach(self, link: Link, hello: say.Hello, welcome: say.Welcome) -> None:
+        """A connection is there: the first one, or a new one after the last broke."""
+        if self.link is not None and self.link is not link:
+            self.link.close()
+        self.link = link
+        self.heard_at = self._broker.now()
+        held = {number for outlet in self._queues() for number in outlet.held}
+        unknown = [each for each in hello.pending if not self._knows(each)]
+        lost = [each for each in hello.deliveries if each not in held]
+        self.send(
+            Frame(
+                Kind.WELCOME,
+                0,
+                encode(
+                    msgspec.structs.replace(
+                        welcome, settled=self.settled, unknown=unknown, lost=lost
+                    )
+                ),
+            )
+        )
+        for request in hello.pending:
+            if request in self._answers:
+                self.send(self._answers[request])
+        known = set(hello.deliveries)
+        for outlet in self._queues():
+            for number in [each for each in outlet.held if each not in known]:
+                outlet.send(number)
+        self._attached.set()
+
+    def _knows(self, request: int) -> bool:
+        return request in self._answers or request in self._working
+
+    def detach(self) -> None:
+        """The connection is gone; the session waits for another."""
+        self.link = None
+        self._attached.clear()
+        self.heard_at = self._broker.now()
+
+    def send(self, frame: Frame) -> None:
+        """Send a frame, if there is a connection."""
+        if self.link is not None:
+            self.link.send(frame)
+
+    async def room(self) -> None:
+        """Wait until there is a connection that takes more."""
+        while self.link is None or self.link.pending_bytes() > self._broker.send_buffer_bytes:
+            if self.link is None:
+                await self._attached.wait()
+            else:
+                await asyncio.sleep(LOOK_AGAIN_S)
+
+    # -- what comes in -------------------------------------------------------------------------
+
+    def received(self, frame: Frame) -> None:
+        """Take a frame from the client."""
+        self.heard_at = self._broker.now()
+        if frame.kind == Kind.SETTLE:
+            self._settle(decode(frame.meta, say.Settle))
+        elif frame.kind == Kind.HEARTBEAT:
+            self._beat(decode(frame.meta, say.Beat))
+        elif frame.request in self._answers:
+            self.send(self._answers[frame.request])
+        elif frame.request not in self._working:
+            handler = self._handlers.get(frame.kind)
+            if handler is None:
+                raise ProtocolViolation(f"a client does not send frames of kind {frame.kind}")
+            if len(self._working) >= MAX_KEPT_ANSWERS:
+                raise ProtocolViolation(f"more than {MAX_KEPT_ANSWERS} requests without an answer")
+            work = asyncio.create_task(self._work(handler, frame))
+            self._working[frame.request] = work
+            if frame.kind == Kind.FETCH:
+                self._patient.add(work)
+                work.add_done_callback(self._patient.discard)
+
+    async def _work(self, handler: Callable[[Frame], Awaitable[Frame]], frame: Frame) -> None:
+        try:
+            answer = await handler(frame)
+        except PenstockError as error:
+            answer = Frame(Kind.FAULT, frame.request, encode(to_fault(error)))
+            self._broker.failed(frame.kind, error)
+        except Exception as error:
+            log.exception("request failed", extra={"session": self.id, "kind": frame.kind})
+            answer = Frame(Kind.FAULT, frame.request, encode(to_fault(error)))
+        self._working.pop(frame.request, None)
+        if frame.kind != Kind.READ:  # asked again, it reads again
+            self._keep(answer)
+        self.send(answer)
+
+    def _keep(self, answer: Frame) -> None:
+        if not self.hello.resumable:
+            return
+        self._answers[answer.request] = answer
+        self._answer_bytes += answer.size_bytes
+        while len(self._answers) > MAX_KEPT_ANSWERS or self._answer_bytes > MAX_KEPT_BYTES:
+            oldest = next(iter(self._answers))
+            self._answer_bytes -= self._answers.pop(oldest).size_bytes
+
+    def _beat(self, beat: say.Beat) -> None:
+        for request in [each for each in self._answers if each < beat.answered]:
+            self._answer_bytes -= self._answers.pop(request).size_bytes
+        self._confirm()
+
+    def _confirm(self) -> None:
+        self.send(Frame(Kind.BEAT, 0, encode(say.Beat(settled=self.settled))))
+
+    def _settle(self, settle: say.Settle) -> None:
+        if settle.sequence <= self.settled:
+            return  # sent again by a client that could not know
+        self.settled = settle.sequence
+        for settlement in settle.settlements:
+            for outlet in self._queues():
+                if settlement.delivery in outlet.held:
+                    outlet.settle(settlement)
+                    break
+            else:
+                for outlet in self._queues():
+                    outlet.refuse(settlement)
+                    break
+        if not self.settled % CONFIRM_EVERY:
+            self._confirm()
+
+    # -- subscriptions -------------------------------------------------------------------------
+
+    def _queues(self) -> list[QueueOutlet]:
+        return [outlet for outlet in self.feeds.values() if isinstance(outlet, QueueOutlet)]
+
+    def next_delivery(self) -> int:
+        """A number for a delivery, not used before in this session."""
+        self._delivery += 1
+        return self._delivery
+
+    def delivered(self, batch: EventBatch, events: int) -> None:
+        """Count what was sent to the client."""
+        self._broker.delivered(batch, events)
+
+    async def _subscribe(self, frame: Frame) -> Frame:
+        wish = decode(frame.meta, say.Subscribe)
+        if wish.feed in self.feeds or len(self.feeds) >= MAX_FEEDS:
+            raise InvalidInput(f"feed {wish.feed} is open already, or {MAX_FEEDS} are")
+        limit = self._broker.max_inflight(self.identity.tenant)
+        wanted = Wanted(
+            wish.group, wish.spec, wish.member, min(wish.max_inflight, limit), self.identity
+        )
+        for pattern in wish.spec.patterns:
+            check_tenant(self.identity, pattern)
+        opening = self._opening[wish.feed] = asyncio.get_running_loop().create_future()
+        try:
+            feed = await self._broker.engine.subscribe(wanted)
+            if isinstance(feed, Inbox):
+                self.feeds[wish.feed] = QueueOutlet(self, wish.feed, wanted, feed)
+            else:
+                self.feeds[wish.feed] = LogOutlet(wanted, feed)  # type: ignore[arg-type]
+        finally:
+            del self._opening[wish.feed]
+            opening.set_result(None)
+        return Frame(Kind.RESULT, frame.request, b"")
+
+    async def _unsubscribe(self, frame: Frame) -> Frame:
+        outlet = self.feeds.pop(decode(frame.meta, say.Feed).feed, None)
+        if outlet is not None:
+            await outlet.close()
+        return Frame(Kind.RESULT, frame.request, b"")
+
+    def stopped(self, feed: int, error: PenstockError) -> None:
+        """A feed ended by itself: its group is gone, or the data cannot be read."""
+        self.feeds.pop(feed, None)
+        self.send(stopped_frame(feed, error))
+
+    async def _opened(self, feed: int) -> None:
+        """Wait for a subscribe that came just before."""
+        if feed in self._opening:
+            await asyncio.shield(self._opening[feed])
+
+    def log_outlet(self, feed: int) -> LogOutlet:
+        """A log feed that is open."""
+        outlet = self.feeds.get(feed)
+        if not isinstance(outlet, LogOutlet):
+            raise BusClosed("the subscription is closed; subscribe again")
+        return outlet
+
+    async def _fetch(self, frame: Frame) -> Frame:
+        feed = decode(frame.meta, say.Feed).feed
+        await self._opened(feed)
+        batch = await self.log_outlet(feed).fetch()
+        self.delivered(batch, batch.count)
+        return Frame(Kind.RESULT, frame.request, b"", (batch.encode(),))
+
+    async def _commit(self, frame: Frame) -> Frame:
+        commit = decode(frame.meta, say.Commit)
+        await self._opened(commit.feed)
+        outlet = self.log_outlet(commit.feed)
+        outlet.mark(commit.marks)
+        await outlet.reader.commit()
+        return Frame(Kind.RESULT, frame.request, b"")
+
+    # -- reading and administration ------------------------------------------------------------
+
+    async def _read(self, frame: Frame) -> Frame:
+        wish = decode(frame.meta, say.Read)
+        check_tenant(self.identity, wish.topic)
+        parts: list[bytes] = []
+        size = 0
+        end = True
+        batches = self._broker.engine.read(wish.topic, wish.partition, wish.start, wish.stop)
+        async for batch in batches:
+            parts.append(batch.encode())
+            size += len(parts[-1])
+            if size >= wish.max_bytes:
+                end = False
+                break
+        await batches.aclose()  # type: ignore[attr-defined]
+        return Frame(Kind.RESULT, frame.request, encode(say.Chunk(end)), parts)
+
+    async def _ask(self, frame: Frame) -> Frame:
+        wish = decode(frame.meta, say.Ask)
+        kind = REQUESTS.get(wish.request)
+        if kind is None:
+            raise InvalidInput(f"no request is called {wish.request!r}", request=wish.request)
+        try:
+            request = msgspec.convert(wish.fields, kind)
+        except msgspec.ValidationError as error:
+            raise InvalidInput(f"{wish.request}: {error}", request=wish.request) from None
+        self._may_ask(request)
+        answer = await self._broker.ask(request)
+        if isinstance(request, requests.CreateTopic) and request.spec.ephemeral:
+            self._own_topics.add(request.topic)
+        return Frame(Kind.RESULT, frame.request, msgspec.msgpack.encode(answer))
+
+    def _may_ask(self, request: Any) -> None:
+        if ADMIN in self.identity.roles:
+            return
+        topic = getattr(request, "topic", None)
+        if isinstance(topic, str):
+            check_tenant(self.identity, topic)
+        if isinstance(request, requests.ExportAudit):
+            raise AccessDenied("only an admin exports the audit chain to the broker's disk")
+
+    async def _flush(self, frame: Frame) -> Frame:
+        await self._broker.engine.flush()
+        return Frame(Kind.RESULT, frame.request, b"")
+
+    # -- the end -------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """End the session: leave all groups, drop what was only its own."""
+        link, self.link = self.link, None
+        if link is not None:
+            link.close()
+        for outlet in list(self.feeds.values()):
+            await outlet.close()
+        for task in list(self._working.values()):
+            task.cancel()
+        await asyncio.gather(*self._working.values(), return_exceptions=True)
+        ask = self._broker.engine.ask
+        gone = [
+            requests.DeleteGroup(outlet.wanted.group)
+            for outlet in self.feeds.values()
+            if outlet.wanted.spec.ephemeral
+        ]
+        self.feeds.clear()
+        for request in (*gone, *map(requests.DeleteTopic, self._own_topics)):
+            try:
+                await ask(request)
+            except PenstockError as error:
+                log.debug("nothing left to drop", extra={"session": self.id, "code": error.code})
+
+    async def finished(self, seconds: float) -> None:
+        """Wait until no request is being worked on, but not for long; fetches may wait for ever."""
+        busy = set(self._working.values()) - self._patient
+        if busy and seconds > 0:
+            await asyncio.wait(busy, timeout=seconds)

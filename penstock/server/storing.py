@@ -1,0 +1,131 @@
+"""Storing: publishes and transactions of a session, each exactly once however often it is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from penstock.core.entry import Entry, Produced
+from penstock.engines.bundle import Bundle, combined
+from penstock.engines.embedded import EmbeddedEngine
+from penstock.engines.engine import Draft, Settle, Transaction
+from penstock.engines.timekeeper import SCHEDULED
+from penstock.model.errors import BusClosed, LeaseExpired, PenstockError
+from penstock.model.event import Receipt
+from penstock.server.inbound import inbound
+from penstock.wire import message as say
+from penstock.wire.fault import to_fault
+from penstock.wire.frame import Frame, Kind
+from penstock.wire.message import decode, encode
+
+if TYPE_CHECKING:
+    from penstock.server.session import Session
+
+
+class Storing:
+    """Takes the drafts of one session in."""
+
+    def __init__(self, engine: EmbeddedEngine, session: Session) -> None:
+        self._engine = engine
+        self._session = session
+        self._bundle = Bundle(engine)
+
+    async def publish(self, frame: Frame) -> Frame:
+        """Store the drafts of a frame, or say where they went when it came before."""
+        wish: say.Publish = decode(frame.meta, say.Publish)
+        stored = self._before(wish.sequence)
+        receipts: list[Receipt | None] = [None] * len(wish.drafts)
+        faults: dict[int, say.Fault] = {}
+        drafts: dict[int, Draft] = {}
+        limits, identity = self._engine.settings.limits, self._session.identity
+        for number, meta in enumerate(wish.drafts):
+            if number in stored:
+                receipts[number] = await self._again(meta, stored[number])
+                continue
+            try:
+                drafts[number] = inbound(meta, frame.parts, identity, limits)
+            except PenstockError as error:
+                faults[number] = to_fault(error)
+        if drafts:
+            numbers = list(drafts)
+
+            def note(places: list[int]) -> Entry:
+                for at in range(0, len(places), 4):
+                    places[at] = numbers[places[at]]
+                return Produced(self._session.id, wish.sequence, places)
+
+            answers = await self._bundle.publish(list(drafts.values()), note)
+            for number, answer in zip(numbers, answers, strict=True):
+                if isinstance(answer, Receipt):
+                    receipts[number] = answer
+                else:
+                    faults[number] = to_fault(answer)
+        return Frame(Kind.RESULT, frame.request, encode(say.Published(receipts, faults)))
+
+    def _before(self, sequence: int) -> dict[int, list[tuple[int, int, int]]]:
+        """Where the drafts of an earlier publish went: partition, offset and count, by draft."""
+        known = self._engine.state.sessions.get(self._session.id)
+        places = known.produced.get(sequence) if known is not None else None
+        found: dict[int, list[tuple[int, int, int]]] = {}
+        for at in range(0, len(places or ()), 4):
+            draft, partition, offset, count = places[at : at + 4]  # type: ignore[index]
+            found.setdefault(draft, []).append((partition, offset, count))
+        return found
+
+    async def _again(self, meta: say.DraftMeta, places: Sequence[tuple[int, int, int]]) -> Receipt:
+        scheduled = meta.deliver_at_us is not None
+        topic = SCHEDULED if scheduled else meta.topic
+        receipts = []
+        for partition, offset, count in places:
+            token = (await self._engine.event_at(topic, partition, offset)).token.bytes
+            where = (0, -1) if scheduled else (partition, offset)
+            receipts.append(
+                Receipt(meta.topic, *where, count, token, duplicate=True, scheduled=scheduled)
+            )
+        whole = Draft(meta.topic, (), tenant="", codec=meta.codec)
+        whole.count = sum(count for _, _, count in places)
+        return combined(whole, receipts)
+
+    async def transact(self, frame: Frame) -> Frame:
+        """Publishes, acks and cursors together."""
+        wish: say.Transact = decode(frame.meta, say.Transact)
+        stored = self._before(wish.sequence)
+        known = self._engine.state.sessions.get(self._session.id)
+        if known is not None and wish.sequence in known.produced:
+            receipts = [
+                await self._again(meta, stored[number]) for number, meta in enumerate(wish.drafts)
+            ]
+            return Frame(Kind.RESULT, frame.request, encode(say.Published(list(receipts))))
+        limits, identity = self._engine.settings.limits, self._session.identity
+        drafts = [inbound(meta, frame.parts, identity, limits) for meta in wish.drafts]
+        transaction = Transaction(
+            drafts=drafts,
+            acks=[self._leased(delivery, index) for delivery, index in wish.acks],
+            cursors=[],
+        )
+        for cursor in wish.cursors:
+            outlet = self._session.log_outlet(cursor.feed)
+            outlet.mark(cursor.marks)
+            transaction.cursors.append(outlet.reader)
+
+        def note(taken: list[Receipt]) -> Entry:
+            places: list[int] = []
+            for number, receipt in enumerate(taken):
+                for part in receipt.parts or (receipt,):
+                    places += (number, part.partition, part.offset, part.count)
+            return Produced(self._session.id, wish.sequence, places)
+
+        done = await self._engine.intake.transact(transaction, note)
+        for outlet in self._session.feeds.values():
+            for number in {delivery for delivery, _ in wish.acks}:
+                getattr(outlet, "drop_settled", lambda _: None)(number)
+        return Frame(Kind.RESULT, frame.request, encode(say.Published(list(done))))
+
+    def _leased(self, delivery: int, index: int) -> Settle:
+        for outlet in self._session.feeds.values():
+            leased = getattr(outlet, "held", {}).get(delivery)
+            if leased is not None:
+                if not 0 <= index < leased.batch.count:
+                    raise BusClosed(f"delivery {delivery} has no event {index}")
+                return Settle(leased, index)
+        raise LeaseExpired("an event of the transaction is leased no more; nothing happened")

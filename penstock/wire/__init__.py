@@ -1,0 +1,1 @@
+"""The wire protocol, without I/O: frames, messages, and how both travel over ZeroMQ and TCP."""

@@ -1,0 +1,233 @@
+"""Messages: what the meta of each kind of frame says, as structs.
+
+They are the same in msgpack (raw), JSON and protobuf. Fields that have their default are left
+out, unknown ones are ignored: both sides may learn new ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from penstock.core.entry import GroupSpec
+from penstock.model.errors import ProtocolViolation
+from penstock.model.event import Receipt
+
+
+class Message(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """What all messages share."""
+
+
+class Hello(Message, frozen=True):
+    """The first frame of a client: who it is, and which session it wants to go on with."""
+
+    client: str
+    """A name the client keeps over restarts; consumers are known by it."""
+    session: str = ""
+    """The session to resume; empty begins a new one."""
+    token: str = ""
+    tenant: str = ""
+    subject: str = ""
+    agent: str = ""
+    resumable: bool = True
+    """Keep the session, leases and all, when the connection breaks."""
+    supports_ack: bool = True
+    max_inflight: int = 0
+    """Most events over all subscriptions; 0 leaves it to each of them."""
+    subscriptions: list[str] = []
+    """Patterns for direct delivery to this client."""
+    heartbeat_s: float = 5.0
+    deliveries: list[int] = []
+    """Resuming: deliveries the client still holds."""
+    pending: list[int] = []
+    """Resuming: requests it has no answer to."""
+
+
+class Welcome(Message, frozen=True):
+    """The answer to Hello."""
+
+    session: str
+    broker: str
+    """Changes with every start of the broker."""
+    resumed: bool = False
+    heartbeat_s: float = 5.0
+    session_s: float = 30.0
+    tenant: str = ""
+    subject: str = ""
+    capabilities: list[str] = []
+    max_frame_bytes: int = 0
+    settled: int = 0
+    """Resuming: the last Settle that arrived."""
+    unknown: list[int] = []
+    """Resuming: of the pending requests, those that never arrived."""
+    lost: list[int] = []
+    """Resuming: of the client's deliveries, those the broker holds no more."""
+
+
+class Fault(Message, frozen=True):
+    """An error as it crosses the wire: docs/reference/errors.md lists the codes."""
+
+    code: str
+    message: str
+    data: dict[str, Any] = {}
+
+
+class DraftMeta(Message, frozen=True):
+    """Events to publish to one topic: in a part as an encoded batch, or here as lists."""
+
+    topic: str
+    tenant: str = ""
+    codec: str = "raw"
+    part: int = -1
+    """Which part of the frame holds the batch; -1 when the lists below hold the events."""
+    payloads: list[bytes] = []
+    keys: list[bytes | None] | None = None
+    headers: list[dict[str, str] | None] | None = None
+    tokens: list[bytes] | None = None
+    times_us: list[int] | None = None
+    expires_us: list[int] | None = None
+    priority: list[int] | None = None
+    partition: int | None = None
+    deliver_at_us: int | None = None
+
+
+class Publish(Message, frozen=True):
+    """Drafts to store. The sequence only grows; the same one again is the same publish."""
+
+    sequence: int
+    drafts: list[DraftMeta]
+
+
+class Published(Message, frozen=True):
+    """One answer for each draft."""
+
+    receipts: list[Receipt | None]
+    faults: dict[int, Fault] = {}
+    """By index of the draft; its receipt is null then."""
+
+
+class Subscribe(Message, frozen=True):
+    """Open a feed; the client chooses its number."""
+
+    feed: int
+    group: str
+    spec: GroupSpec
+    member: str
+    max_inflight: int
+
+
+class Deliver(Message, frozen=True):
+    """Leased events: one part, a batch."""
+
+    feed: int
+    delivery: int
+    attempt: int
+    skip: list[int] = []
+    """Indices in the batch that are not leased to this feed."""
+
+
+class Settlement(Message, frozen=True):
+    """What became of the events of one delivery since the last one."""
+
+    delivery: int
+    handed: int = 0
+    """How many events, from the first, the consumer was given so far: their leases run."""
+    acks: list[int] = []
+    """Start and count of each run, one after another."""
+    nacks: list[tuple[int, float | None, str]] = []
+    rejects: list[tuple[int, str]] = []
+    extends: list[tuple[int, float | None]] = []
+
+
+class Settle(Message, frozen=True):
+    """Settlements; no answer, but what is refused comes back as Refused."""
+
+    sequence: int
+    settlements: list[Settlement]
+
+
+class Refused(Message, frozen=True):
+    """A settlement that came too late: its delivery, its index and why."""
+
+    delivery: int
+    index: int
+    fault: Fault
+
+
+class Feed(Message, frozen=True):
+    """Unsubscribe from a feed, fetch from it, or (from the broker) hear that it has ended."""
+
+    feed: int
+    fault: Fault | None = None
+
+
+class Commit(Message, frozen=True):
+    """A log feed is through with everything before these offsets."""
+
+    feed: int
+    marks: list[tuple[str, int, int]] = []
+
+
+class Transact(Message, frozen=True):
+    """Publishes, acks (delivery and index) and cursors: all or nothing."""
+
+    sequence: int
+    drafts: list[DraftMeta] = []
+    acks: list[tuple[int, int]] = []
+    cursors: list[Commit] = []
+
+
+class Read(Message, frozen=True):
+    """Stored batches of a partition from `start` on, at most about `max_bytes` of them."""
+
+    topic: str
+    partition: int
+    start: int
+    stop: int | None = None
+    max_bytes: int = 4 << 20
+
+
+class Chunk(Message, frozen=True):
+    """The answer to Read; the batches are its parts."""
+
+    end: bool = False
+
+
+class Ask(Message, frozen=True):
+    """An administrative request: its name in penstock.engines.request, and its fields."""
+
+    request: str
+    fields: dict[str, Any] = {}
+
+
+class Beat(Message, frozen=True):
+    """A sign of life. From clients: all answers before request `answered` have arrived."""
+
+    answered: int = 0
+    settled: int = 0
+
+
+def encode(message: Message) -> bytes:
+    """The message as msgpack.
+
+    >>> decode(encode(Feed(3)), Feed)
+    Feed(feed=3, fault=None)
+    """
+    return _encoder.encode(message)
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoders: dict[Any, Any] = {}
+
+
+def decode(meta: bytes | bytearray | memoryview, kind: Any) -> Any:
+    """A message from msgpack; raises ProtocolViolation on anything else."""
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind)
+    try:
+        return decoder.decode(meta)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        name = getattr(kind, "__name__", str(kind))
+        raise ProtocolViolation(f"a {name} message cannot be read: {error}") from None
