@@ -38,6 +38,7 @@ log = logging.getLogger("penstock.client")
 
 FIRST_PAUSE_S = 0.05
 SILENT_BEATS = 3
+STEADY_S = 1.0  # a connection that lasted this long was a good one
 # Trying again does not help against these.
 FINAL = (AccessDenied, WrongProtocolVersion, ProtocolViolation, Fenced)
 
@@ -211,10 +212,15 @@ class Channel:
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
                 pause_s = min(2 * pause_s, self._settings.reconnect_max_s)
                 continue
-            pause_s = FIRST_PAUSE_S
             if self._opened is not None and not self._opened.done():
                 self._opened.set_result(None)
+            since = asyncio.get_running_loop().time()
             await self._mind()
+            if asyncio.get_running_loop().time() - since > STEADY_S:
+                pause_s = FIRST_PAUSE_S
+            elif self._closed is None:  # what broke it at once may do so again
+                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+                pause_s = min(2 * pause_s, self._settings.reconnect_max_s)
 
     def _open_failed(self, error: PenstockError) -> bool:
         if self._opened is None or self._opened.done():

@@ -82,7 +82,7 @@ class Layout:
         if name == "none" or len(body) < max(self._media.compress_min_bytes, 1):
             return
         if worth_compressing(body, compressors.get(name)):
-            batch.compressor = name
+            batch.compress_with(name)
 
     def lay(self, submissions: Iterable[Submission], commit: Commit, now_us: int) -> list[Placed]:
         """Place all submissions of a commit."""

@@ -15,8 +15,8 @@ from penstock.wire.frame import MAX_PARTS, Bytes, Frame
 
 DEFAULT_PORT = 5555
 SILENT_BEATS = 3
-# Frames that libzmq reads ahead of the application.
-AHEAD_FRAMES = 256
+# Frames that libzmq reads ahead of the application; credit bounds what they hold.
+AHEAD_FRAMES = 1_000
 # Parts taken before other work of the loop gets its turn.
 PARTS_PER_TURN = 1_024
 # What the last frames get to leave after `close`.

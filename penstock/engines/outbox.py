@@ -34,13 +34,15 @@ class Outbox:
         self._scheduled = False
         transport.set_write_buffer_limits(high=WRITE_BYTES)
 
-    def put(self, buffers: Sequence[Bytes]) -> None:
-        """Queue buffers; they are written together with what else this turn brings."""
+    def put(self, buffers: Sequence[Bytes]) -> int:
+        """Queue buffers, to be written with what else this turn brings; returns their size."""
         self._queue.extend(buffers)
-        self._queued_bytes += sum(map(len, buffers))
+        size = sum(map(len, buffers))
+        self._queued_bytes += size
         if not self._scheduled and not self._paused:
             self._scheduled = True
             self._loop.call_soon(self.flush)
+        return size
 
     def pending_bytes(self) -> int:
         """Bytes queued here or in the transport."""

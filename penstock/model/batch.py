@@ -234,6 +234,11 @@ class EventBatch:
             | (APPEND_TIMES if self.append_times is not None else 0)
         )
 
+    def compress_with(self, name: str) -> None:
+        """Store the body through this compressor from now on."""
+        self.compressor = name
+        self._stored = None
+
     def forget_encoding(self) -> None:
         """Encode anew next time: a column was replaced."""
         self._body = self._stored = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.lease import OUT
@@ -18,6 +19,8 @@ from penstock.wire.message import Deliver, Feed, Refused, Settlement, encode
 
 if TYPE_CHECKING:
     from penstock.server.session import Session
+
+log = logging.getLogger("penstock.server")
 
 
 class QueueOutlet:
@@ -42,6 +45,9 @@ class QueueOutlet:
                 self.send(number)
         except PenstockError as error:
             self._session.stopped(self._feed, error)
+        except Exception as error:
+            log.exception("a feed failed", extra={"group": self.wanted.group})
+            self._session.stopped(self._feed, PenstockError(f"the broker failed: {error!r}"))
 
     def send(self, number: int) -> None:
         """Send a delivery, or send it again to a client that came back."""

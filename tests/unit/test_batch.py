@@ -290,3 +290,12 @@ def test_a_head_can_be_read_without_its_columns() -> None:
     assert (head.topic, head.tenant, head.codec, head.count) == ("orders", "acme", "json", 2)
     assert (head.base_offset, head.partition, head.append_time_us) == (41, 3, 99)
     assert head.compressor in compressors
+
+
+def test_a_batch_that_came_over_a_wire_can_be_compressed_and_read_back() -> None:
+    """What was decoded holds its stored bytes already; choosing a compressor must replace them."""
+    batch = EventBatch.decode(EventBatch.build("t", [b"x" * 500] * 40).encode())
+    batch.compress_with("lz4")
+    stored = batch.encode()
+    assert len(stored) < 1_000
+    assert EventBatch.decode(stored).payloads() == [b"x" * 500] * 40
