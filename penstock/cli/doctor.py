@@ -1,28 +1,78 @@
-"""`penstock doctor`: is this machine and this folder in order?"""
+"""`penstock doctor`: is this machine, this folder and its broker in order?"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from penstock.cli import exits, output
 from penstock.cli.invocation import Invocation, folder_of, leaf
+from penstock.cli.when import DURATION
+from penstock.model.errors import InvalidSettings, PenstockError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from penstock.cli.checkup import Check
+    from penstock.cli.rehearsal import TenantRehearsal
+    from penstock.model.settings import Settings
+
+DEFAULT_WINDOW_S = 3_600.0
 
 
 @leaf("doctor")
+@click.argument("place", metavar="[FOLDER]", required=False)
 @click.option("--deep", is_flag=True, help="Read and hash every sealed file.")
+@click.option(
+    "--simulate",
+    "file",
+    metavar="FILE",
+    help="Rehearse the limits of this settings file against recorded traffic; nothing is applied.",
+)
+@click.option(
+    "--window",
+    "window_s",
+    type=DURATION,
+    default=DEFAULT_WINDOW_S,
+    help="How much of the log --simulate takes, back from its newest event. Default: 1h.",
+)
+@click.option(
+    "--export",
+    "bundle",
+    metavar="DIR",
+    help="Add the result to trend_bundle.json and trend_bundle.csv in this folder.",
+)
 @click.pass_obj
-def command(invocation: Invocation, deep: bool) -> None:
-    """Check the machine, the settings and the data folder; ends with 1 when something fails.
+def command(
+    invocation: Invocation,
+    place: str | None,
+    deep: bool,
+    file: str | None,
+    window_s: float,
+    bundle: str | None,
+) -> None:
+    """Check the machine, the settings, the data folder and its broker; ends with 1 when something fails.
 
     Reads only, apart from an unnamed file that measures the disk, and works beside a running writer.
-    """
+    FOLDER is short for --url.
+
+    With --simulate, shows for each tenant how many recorded events the limits in force and those of
+    FILE would have deferred, throttled or dropped.
+    """  # fmt: skip
+    if place is not None:
+        invocation.url = place
+    if file is not None:
+        _simulate(invocation, file, window_s, bundle)
+    else:
+        _check(invocation, deep, bundle)
+
+
+def _check(invocation: Invocation, deep: bool, bundle: str | None) -> None:
     checks = list(_examine(invocation, deep))
     rows = [output.plain(check) for check in checks]
     output.show_rows(invocation, rows, ["name", "status", "found", "advice"])
@@ -30,39 +80,116 @@ def command(invocation: Invocation, deep: bool) -> None:
     if not invocation.json:
         warned = sum(check.status == "warn" for check in checks)
         output.print_text(f"{len(checks)} checks: {failed} failed, {warned} warnings")
+    if bundle is not None:
+        _export(invocation, bundle, "deep" if deep else "check", checks)
     if failed:
         raise click.exceptions.Exit(exits.FAILED)
 
 
 def _examine(invocation: Invocation, deep: bool) -> Iterator[Check]:
-    from penstock.cli import checkup
+    from penstock.cli import checkup, checkup_broker
     from penstock.cli.checkup import Check, guarded
-    from penstock.model.errors import InvalidSettings
-    from penstock.model.settings import Settings
 
+    watch = checkup.ClockWatch()
     yield checkup.check_python()
     yield checkup.check_packages()
     yield from checkup.check_extras()
     yield from checkup.check_config(invocation)
+    settings = _settings(invocation)
     folder = folder_of(invocation.url)
-    if folder is None:
-        yield Check("folder", "ok", f"{invocation.url} keeps nothing on disk here")
-        return
-    if not folder.is_dir():
+    yield from _examine_network(invocation, settings, folder)
+    if folder is not None and folder.is_dir():
+        yield Check("folder", "ok", str(folder.resolve()))
+        yield from _examine_folder(folder, settings, deep)
+        yield from guarded("broker", partial(checkup_broker.check_broker, folder))
+    elif folder is not None:
         yield Check("folder", "warn", f"{folder} does not exist", "the first publish makes it; name another one with --url")  # fmt: skip
-        return
-    yield Check("folder", "ok", str(folder.resolve()))
+    elif invocation.url.partition(":")[0] in checkup_broker.DEFAULT_PORTS:
+        yield from guarded("broker", partial(checkup_broker.check_remote, invocation.url))
+    else:
+        yield Check("folder", "ok", f"{invocation.url} keeps nothing on disk here")
+    yield watch.check()
+
+
+def _settings(invocation: Invocation) -> Settings:
+    from penstock.model.settings import Settings
+
     try:
-        settings = invocation.settings()
+        return invocation.settings()
     except InvalidSettings:
-        settings = Settings()  # reported above; the rest is examined all the same
-    yield from guarded("disk", lambda: checkup.check_sync(folder))
-    yield from guarded("space", lambda: checkup.check_space(folder, settings))
-    formats = list(guarded("format", lambda: checkup.check_format(folder)))
+        return Settings()  # reported by its own check; the rest is examined all the same
+
+
+def _examine_network(
+    invocation: Invocation, settings: Settings, folder: Path | None
+) -> Iterator[Check]:
+    from penstock.cli import checkup, checkup_broker, checkup_keys, checkup_network
+    from penstock.cli.checkup import guarded
+    from penstock.cli.config import origins
+
+    running, written = None, frozenset[str]()
+    with contextlib.suppress(PenstockError):  # each is found by a check of its own
+        written = frozenset(origins(invocation.config, os.environ, invocation.flags))
+    with contextlib.suppress(PenstockError):
+        running = None if folder is None else checkup_broker.running_broker(folder)
+    if any(key.startswith(("server.", "auth.")) for key in written):
+        yield from guarded("needed extras", partial(checkup.check_needed, settings))
+    yield from guarded("addresses", partial(checkup_network.check_addresses, settings))
+    yield from guarded("ports", partial(checkup_network.check_ports, settings, running, written))
+    yield from guarded("access", partial(checkup_network.check_access, settings))
+    yield from guarded("tls", partial(checkup_keys.check_tls, settings))
+    yield from guarded("curve", partial(checkup_keys.check_curve, settings))
+    yield from guarded("open files", partial(checkup.check_descriptors, settings))
+
+
+def _examine_folder(folder: Path, settings: Settings, deep: bool) -> Iterator[Check]:
+    from penstock.cli import checkup_folder
+    from penstock.cli.checkup import guarded
+
+    yield from guarded("disk", partial(checkup_folder.check_sync, folder))
+    yield from guarded("space", partial(checkup_folder.check_space, folder, settings))
+    formats = list(guarded("format", partial(checkup_folder.check_format, folder)))
     yield from formats
     if formats[0].status == "fail":
         return
-    yield from guarded("lock", lambda: checkup.check_lock(folder))
-    yield from guarded("log", lambda: checkup.check_log(folder, settings))
-    yield from guarded("segments", lambda: checkup.check_segments(folder, deep=deep))
-    yield from guarded("audit", lambda: checkup.check_audit(folder))
+    yield from guarded("lock", partial(checkup_folder.check_lock, folder))
+    yield from guarded("log", partial(checkup_folder.check_log, folder, settings))
+    yield from guarded("segments", partial(checkup_folder.check_segments, folder, deep=deep))
+    yield from guarded("audit", partial(checkup_folder.check_audit, folder))
+
+
+def _simulate(invocation: Invocation, file: str, window_s: float, bundle: str | None) -> None:
+    from penstock.cli.rehearsal import rehearse
+    from penstock.cli.traffic import read_traffic
+    from penstock.model.loader import load
+    from penstock.server.reload import broker_settings, limits_of
+
+    settings = broker_settings(invocation.settings())
+    proposed = broker_settings(load(file, os.environ, invocation.flags))
+    folder = folder_of(invocation.url)
+    if folder is None:
+        raise click.UsageError("--simulate reads a data folder on this machine: name it with --url")
+    traffic = read_traffic(folder, settings, window_s)
+    rows = rehearse(traffic, limits_of(settings), limits_of(proposed))
+    columns = ["tenant", "events", "bytes", "peak_per_s", "deferred", "throttled", "dropped", "limits"]  # fmt: skip
+    shown = [output.plain(each) if invocation.json else each.row() for each in rows]
+    output.show_rows(invocation, shown, columns)
+    if not invocation.json and rows:
+        output.print_text("events refused by the limits in force -> by those of the file; nothing was applied")  # fmt: skip
+    if traffic.cut:
+        output.note("there is more in this window than a rehearsal takes: the oldest was left out")
+    if bundle is not None:
+        _export(invocation, bundle, "simulate", [], rows, file)
+
+
+def _export(invocation: Invocation, bundle: str, mode: str, checks: list[Check], rehearsal: list[TenantRehearsal] | None = None, proposed: str | None = None) -> None:  # fmt: skip
+    from penstock.cli.trend import config_hashes, entry_of, export
+
+    settings = None
+    with contextlib.suppress(InvalidSettings):  # its check says so
+        settings = invocation.settings()
+    hashes = config_hashes(settings, invocation.config, folder_of(invocation.url))
+    if proposed is not None:
+        hashes["proposed"] = config_hashes(None, proposed, None)["config"]
+    written = export(Path(bundle), entry_of(mode, checks, hashes, rehearsal))
+    output.note(f"{bundle}: {len(written.entries)} entries in trend_bundle.json and trend_bundle.csv")  # fmt: skip

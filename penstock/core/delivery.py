@@ -27,7 +27,6 @@ from penstock.core.lease import (
     Member,
     Run,
 )
-from penstock.core.ledger import Ledger
 
 # Largest run under one lease: big enough that leases are rare, small enough to share among members.
 MAX_LEASE_EVENTS = 1_024
@@ -79,6 +78,8 @@ class QueueGroup:
         self._dying: dict[tuple[Lane, int], int] = {}
         self._gate = KeyGate() if spec.order == "key" else None
         self._priorities = Priorities()
+        self._absent = Member("", 0)
+        """Holds what was leased before a crash, until its holder is back or its time is up."""
 
     # -- what comes in -------------------------------------------------------------------------
 
@@ -191,7 +192,7 @@ class QueueGroup:
 
     def again(self, lane: Lane, offset: int, now: float) -> None:
         """A dead letter comes back with a fresh budget."""
-        if offset >= lane.cursor or any(_holds(run, lane, offset) for run in self._unsettled()):
+        if offset >= lane.cursor or any(_holds(run, lane, offset) for run in self.unsettled()):
             return  # a reset has brought it back already
         run = Run(lane, offset, 1, 0)
         if self._gate is None:
@@ -263,7 +264,7 @@ class QueueGroup:
 
     def outstanding(self) -> int:
         """Events handed out or waiting for another attempt."""
-        return sum(run.count for run in self._unsettled())
+        return sum(run.count for run in self.unsettled())
 
     # -- inside --------------------------------------------------------------------------------
 
@@ -435,9 +436,8 @@ class QueueGroup:
             if following is not None:
                 self._ready.append(following)
 
-    # -- snapshot and recovery -------------------------------------------------------------------
-
-    def _unsettled(self) -> Iterable[Run]:
+    def unsettled(self) -> Iterable[Run]:
+        """Every event handed out or waiting for another attempt, as runs."""
         for lease in self.leases.values():
             for index in range(lease.count):
                 if lease.states[index] == OUT:
@@ -453,35 +453,6 @@ class QueueGroup:
             yield self.starved
         for _, _, run in self._retries:
             yield run
-
-    def ledgers(self, now: float) -> dict[tuple[str, int], Ledger]:
-        """What each lane owes, for a snapshot; the same as replaying every entry would give."""
-        waits = {id(run): due - now for due, _, run in self._retries}
-        ledgers = {place: Ledger(lane.cursor) for place, lane in self.lanes.items()}
-        for run in sorted(self._unsettled(), key=lambda run: run.start):
-            delay_ms = max(0, round(waits.get(id(run), 0.0) * 1_000))
-            ledger = ledgers[run.lane.topic, run.lane.partition]
-            ledger.retried(run.start, run.count, run.made, delay_ms)
-        return ledgers
-
-    def restore(self, topic: str, partition: int, ledger: Ledger, end: int, now: float) -> Lane:
-        """Take up a lane where a ledger says it stood."""
-        lane = self.lane(topic, partition, cursor=ledger.high, end=max(end, ledger.high))
-        for run in ledger.open():
-            if self.spec.retry.exhausted(run.made):
-                for offset in range(run.start, run.stop):
-                    self._doom(lane, offset, run.made, "out of attempts when the bus stopped")
-                continue
-            again = Run(lane, run.start, run.stop - run.start, run.made)
-            if self._gate is not None:
-                self._unseen.append(again)  # in offset order, so that keys keep theirs
-            elif run.delay_ms:
-                self._retry_number += 1
-                due = now + run.delay_ms / 1_000
-                heapq.heappush(self._retries, (due, self._retry_number, again))
-            else:
-                self._ready.append(again)
-        return lane
 
 
 def _cut(queue: deque[Run], limit: int) -> Run:

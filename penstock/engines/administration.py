@@ -18,6 +18,7 @@ from penstock.core.entry import (
     TopicSpec,
 )
 from penstock.core.schedule import Definition
+from penstock.core.takeup import ledgers as owed
 from penstock.engines import request as ask
 from penstock.engines.deadletters import newest_letters
 from penstock.engines.engine import Request
@@ -227,7 +228,7 @@ class Administration:
                 lanes.append(LaneInfo(topic, partition, cursor, end, 0, max(0, end - cursor)))
             members = sorted(log.readers)
         elif machine is not None:
-            ledgers = machine.ledgers(engine.runtime.now())
+            ledgers = owed(machine, engine.runtime.now())
             for (topic, partition), lane in sorted(machine.lanes.items()):
                 open_events = ledgers[topic, partition].outstanding()
                 lag = lane.end - lane.cursor + open_events

@@ -166,20 +166,27 @@ class BrokerEngine:
                 feed.lost(numbers)
 
     def _renewed(self) -> None:
-        """The broker knows nothing of our feeds: what they held comes again, to whoever joins."""
-        self._lost(self._held())
+        """The broker was restarted, or has forgotten us: join again, with what is in our hands."""
         self._unreported.clear()
         for feed in self._feeds.values():
-            call = self.channel.begin(Kind.SUBSCRIBE, _wish(feed), again=True)
-            task = asyncio.create_task(self._joined(feed, call))
+            held = feed.in_hand() if isinstance(feed, RemoteQueue) else []
+            call = self.channel.begin(Kind.SUBSCRIBE, _wish(feed, held), again=True)
+            task = asyncio.create_task(self._joined(feed, call, held))
             self._joining.add(task)
             task.add_done_callback(self._joining.discard)
 
-    async def _joined(self, feed: RemoteQueue | RemoteLog, call: Call) -> None:
+    async def _joined(
+        self, feed: RemoteQueue | RemoteLog, call: Call, held: list[say.Held]
+    ) -> None:
         try:
-            await self.channel.finish(call, deadline_s=0)
+            answer = await self.channel.finish(call, deadline_s=0)
         except PenstockError as error:
             feed.stop(error)
+            return
+        if isinstance(feed, RemoteQueue):
+            joined: say.Joined = decode(answer.meta, say.Joined)
+            for each in held:
+                feed.taken_up(each.delivery, joined.adopted.get(each.delivery, []))
 
     # -- reading and administration ------------------------------------------------------------
 
@@ -219,6 +226,8 @@ class BrokerEngine:
         return decode(answer.meta, ANSWERS[kind])
 
 
-def _wish(feed: RemoteQueue | RemoteLog) -> say.Subscribe:
+def _wish(feed: RemoteQueue | RemoteLog, held: list[say.Held] | None = None) -> say.Subscribe:
     wanted = feed.wanted
-    return say.Subscribe(feed.number, wanted.group, wanted.spec, wanted.member, wanted.max_inflight)
+    return say.Subscribe(
+        feed.number, wanted.group, wanted.spec, wanted.member, wanted.max_inflight, held or []
+    )

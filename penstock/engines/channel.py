@@ -28,7 +28,7 @@ from penstock.model.errors import (
     ProtocolViolation,
     WrongProtocolVersion,
 )
-from penstock.model.settings import Client
+from penstock.model.server_settings import Client
 from penstock.wire import message as say
 from penstock.wire.fault import to_error
 from penstock.wire.frame import Bytes, Frame, Kind

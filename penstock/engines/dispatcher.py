@@ -9,6 +9,7 @@ from itertools import chain
 from penstock.core.delivery import QueueGroup
 from penstock.core.entry import Entry, GroupSpec
 from penstock.core.lease import OUT, Lane, Lease
+from penstock.core.takeup import adopt
 from penstock.engines.handle import Inbox, LeasedBatch
 from penstock.engines.runtime import Runtime
 from penstock.log.eventlog import EventLog, InMemory
@@ -70,6 +71,27 @@ class Dispatcher:
         inbox = self._inboxes[name, member_id] = Inbox(group, member, self._leave)
         self.pump(group)
         return inbox
+
+    async def adopt(
+        self, inbox: Inbox, place: tuple[str, int], start: int, count: int, attempt: int
+    ) -> LeasedBatch | None:
+        """A member came back after a crash of this process: give it what it held, if it can be."""
+        group = inbox.group
+        lane = group.lanes.get(place)
+        if lane is None:
+            return None
+        try:
+            sources = self._log.plan(*place, start, count)
+            batches = await self._runtime.read(self._log.load, sources, start, count)
+        except OffsetExpired:
+            return None
+        if len(batches) != 1 or batches[0].count != count:
+            return None  # it was sealed into other batches meanwhile: it comes again
+        now = self._runtime.now()
+        lease = adopt(group, lane, start, count, attempt, inbox.member, now)
+        if lease is None:
+            return None
+        return LeasedBatch(group, lease, batches[0], self._runtime.now, self.touched)
 
     def _leave(self, inbox: Inbox) -> None:
         group = inbox.group

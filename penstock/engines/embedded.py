@@ -77,6 +77,8 @@ class EmbeddedEngine:
             msgspec.convert(settings.admission, AdmissionLimits, from_attributes=True)
         )
         self.routes = RouteCatalogue()
+        self.lease_hold_s = 0.0
+        """After a crash, how long leased events wait for a holder that may come back."""
         self._lock: Lock | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.is_open = False

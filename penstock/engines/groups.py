@@ -10,6 +10,7 @@ from penstock.core.delivery import QueueGroup
 from penstock.core.entry import FIRST_FENCE, Entry, GroupGone, GroupPut, GroupSpec, LaneSet
 from penstock.core.routing import RouteTree
 from penstock.core.state import GroupState, Place
+from penstock.core.takeup import restore
 from penstock.engines.logreader import LogGroup
 from penstock.model.errors import InvalidInput, OffsetExpired, UnknownGroup
 from penstock.model.event import Receipt
@@ -54,10 +55,10 @@ class Groups:
             return started
         machine = engine.dispatcher.add(name, group.spec, group.fence)
         now = engine.runtime.now()
+        hold_s = engine.lease_hold_s if engine.state.sessions else 0.0
         for (topic, partition), ledger in group.ledgers.items():
-            machine.restore(
-                topic, partition, ledger, engine.log.partition(topic, partition).end, now
-            )
+            end = engine.log.partition(topic, partition).end
+            restore(machine, topic, partition, ledger, end, now, hold_s)
         group.ledgers = {}  # the machine knows better from now on
         return machine
 

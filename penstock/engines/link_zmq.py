@@ -36,16 +36,12 @@ WATCHED = int(
 )
 NOT_LISTED = "the broker refuses this client's key: add its public key to server.curve_clients"
 WRONG_KEY = (
-    "the broker hung up during the handshake, most likely because of the keys: "
-    "client.curve_server_key must be the public key that belongs to server.curve_secret_key"
+    "it hung up during the handshake, most likely because of the keys: client.curve_server_key must "
+    "be the public key that belongs to server.curve_secret_key, and empty when the broker has none"
 )
 NO_HANDSHAKE = (
     "it hung up during the handshake: it speaks no ZeroMQ, or wants CURVE keys; see "
     "client.curve_server_key"
-)
-OTHER_SECURITY = (
-    "the two sides disagree about encryption: set client.curve_server_key exactly when the broker "
-    "has server.curve_secret_key"
 )
 
 
@@ -182,8 +178,6 @@ class ZmqLink:
     def _cause(self, event: int) -> str:
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return NOT_LISTED
-        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-            return OTHER_SECURITY
         if event == zmq.EVENT_CLOSED:
             return "nothing listens there. Start it with `penstock up`, or look at the address"
         return WRONG_KEY if self._server_key else NO_HANDSHAKE

@@ -30,7 +30,7 @@ from penstock.model.batch import EventBatch
 from penstock.model.errors import AlreadySettled, BusClosed, Fenced, PenstockError
 from penstock.model.event import Event
 from penstock.wire.fault import to_error
-from penstock.wire.message import Deliver, Refused, Settlement
+from penstock.wire.message import Deliver, Held, Refused, Settlement
 
 log = logging.getLogger("penstock.client")
 NOBODY = Member("", 0)
@@ -191,6 +191,31 @@ class RemoteQueue:
                 self.held.pop(number, None)
         self._waiting = deque(each for each in self._waiting if each.lease.open)
 
+    def in_hand(self) -> list[Held]:
+        """The deliveries that are not settled, for a broker that was restarted."""
+        return [
+            Held(
+                each.number, each.batch.topic, each.batch.partition, each.batch.base_offset,
+                each.batch.count, each.attempt, each.handed,
+            )
+            for each in self.held.values()
+        ]  # fmt: skip
+
+    def taken_up(self, number: int, indices: list[int]) -> None:
+        """After a restart the broker leases these to us as before; the rest of it comes again."""
+        delivery = self.held.get(number)
+        if delivery is None:
+            return
+        again = set(indices)
+        for index in range(delivery.batch.count):
+            state = delivery.lease.states[index]
+            if state == OUT and index not in again:
+                delivery.end(index, EXPIRED)
+            elif state == ACKED and index in again:  # the ack did not survive the broker
+                delivery.acks.append(index)
+                self.touched(delivery)
+        self._waiting = deque(each for each in self._waiting if each.lease.open)
+
     def done(self, delivery: RemoteDelivery) -> None:
         """Everything of a delivery is settled."""
         self.held.pop(delivery.number, None)
@@ -227,7 +252,7 @@ def _runs(indices: list[int]) -> list[int]:
     if not indices:
         return []
     indices.sort()
-    runs = []
+    runs: list[int] = []
     first = previous = indices[0]
     for index in indices[1:]:
         if index != previous + 1:

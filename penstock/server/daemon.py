@@ -27,6 +27,7 @@ class Daemon:
         self.ports: dict[str, int] = {}
         self.ready = False
         self.engine = EmbeddedEngine(RealDisk(self.folder), self.settings)
+        self.engine.lease_hold_s = self.settings.server.session_s
         self.counters = Counters()
         self.doorkeeper = Doorkeeper(self.settings.auth)
         self.broker = Broker(self.engine, self.settings, self.doorkeeper, self.counters)

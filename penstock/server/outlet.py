@@ -15,7 +15,7 @@ from penstock.model.batch import EventBatch
 from penstock.model.errors import DeliveryError, LeaseExpired, PenstockError
 from penstock.wire.fault import to_fault
 from penstock.wire.frame import Frame, Kind
-from penstock.wire.message import Deliver, Feed, Refused, Settlement, encode
+from penstock.wire.message import Deliver, Feed, Held, Refused, Settlement, encode
 
 if TYPE_CHECKING:
     from penstock.server.session import Session
@@ -48,6 +48,20 @@ class QueueOutlet:
         except Exception as error:
             log.exception("a feed failed", extra={"group": self.wanted.group})
             self._session.stopped(self._feed, PenstockError(f"the broker failed: {error!r}"))
+
+    async def adopt(self, held: list[Held]) -> dict[int, list[int]]:
+        """Take up what the client held before the broker was restarted."""
+        adopted: dict[int, list[int]] = {}
+        for each in held:
+            leased = await self._session.dispatcher().adopt(
+                self._inbox, (each.topic, each.partition), each.start, each.count, each.attempt
+            )
+            if leased is not None:
+                self.held[each.delivery] = leased
+                states = leased.lease.states
+                adopted[each.delivery] = [at for at in range(each.count) if states[at] == OUT]
+                self._hand(leased, min(each.handed, each.count))
+        return adopted
 
     def send(self, number: int) -> None:
         """Send a delivery, or send it again to a client that came back."""

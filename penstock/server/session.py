@@ -12,6 +12,7 @@ import msgspec
 from penstock.core.entry import SessionPut
 from penstock.engines import request as requests
 from penstock.engines.answers import REQUESTS
+from penstock.engines.dispatcher import Dispatcher
 from penstock.engines.engine import Subscribe as Wanted
 from penstock.engines.handle import Inbox
 from penstock.model.batch import EventBatch
@@ -97,6 +98,7 @@ class Session:
         self.link = link
         self.heard_at = self._broker.now()
         held = {number for outlet in self._queues() for number in outlet.held}
+        self._delivery = max(self._delivery, *hello.deliveries, 0)
         unknown = [each for each in hello.pending if not self._knows(each)]
         lost = [each for each in hello.deliveries if each not in held]
         self.send(
@@ -221,6 +223,10 @@ class Session:
         self._delivery += 1
         return self._delivery
 
+    def dispatcher(self) -> Dispatcher:
+        """Where leases come from."""
+        return self._broker.engine.dispatcher
+
     def delivered(self, batch: EventBatch, events: int) -> None:
         """Count what was sent to the client."""
         self._broker.delivered(batch, events)
@@ -236,16 +242,18 @@ class Session:
         for pattern in wish.spec.patterns:
             check_tenant(self.identity, pattern)
         opening = self._opening[wish.feed] = asyncio.get_running_loop().create_future()
+        adopted: dict[int, list[int]] = {}
         try:
             feed = await self._broker.engine.subscribe(wanted)
             if isinstance(feed, Inbox):
-                self.feeds[wish.feed] = QueueOutlet(self, wish.feed, wanted, feed)
+                outlet = self.feeds[wish.feed] = QueueOutlet(self, wish.feed, wanted, feed)
+                adopted = await outlet.adopt(wish.held)
             else:
                 self.feeds[wish.feed] = LogOutlet(wanted, feed)  # type: ignore[arg-type]
         finally:
             del self._opening[wish.feed]
             opening.set_result(None)
-        return Frame(Kind.RESULT, frame.request, b"")
+        return Frame(Kind.RESULT, frame.request, encode(say.Joined(adopted)))
 
     async def _unsubscribe(self, frame: Frame) -> Frame:
         outlet = self.feeds.pop(decode(frame.meta, say.Feed).feed, None)

@@ -107,6 +107,18 @@ class Published(Message, frozen=True):
     """By index of the draft; its receipt is null then."""
 
 
+class Held(Message, frozen=True):
+    """A delivery that a client still works on."""
+
+    delivery: int
+    topic: str
+    partition: int
+    start: int
+    count: int
+    attempt: int
+    handed: int
+
+
 class Subscribe(Message, frozen=True):
     """Open a feed; the client chooses its number."""
 
@@ -115,6 +127,14 @@ class Subscribe(Message, frozen=True):
     spec: GroupSpec
     member: str
     max_inflight: int
+    held: list[Held] = []
+    """Deliveries from before the broker was restarted, to be taken up again."""
+
+
+class Joined(Message, frozen=True):
+    """The answer to Subscribe: of each delivery that was held, the indices that are leased again."""
+
+    adopted: dict[int, list[int]] = {}
 
 
 class Deliver(Message, frozen=True):

@@ -12,6 +12,7 @@ from penstock.core.entry import Acked, GroupSpec, Leased, Retried
 from penstock.core.lease import OUT, STATES, Lease
 from penstock.core.ledger import Ledger
 from penstock.core.retry import Retry
+from penstock.core.takeup import adopt, ledgers, restore
 from penstock.model.errors import AlreadySettled, Fenced, LeaseExpired
 
 
@@ -308,7 +309,7 @@ def test_fences_go_on_after_a_restart() -> None:
     machine = group(1)
     (lease,) = machine.dispatch(0.0)
     again = QueueGroup("billing", machine.spec, fence=lease.fence + 1)
-    lane = again.restore("orders", 0, machine.ledgers(0.0)["orders", 0], 1, 0.0)
+    lane = restore(again, "orders", 0, ledgers(machine, 0.0)["orders", 0], 1, 0.0)
     again.join("worker", 1)
     (second,) = again.dispatch(0.0)
     assert second.fence > lease.fence
@@ -319,7 +320,7 @@ def test_restored_events_out_of_attempts_are_doomed_not_delivered() -> None:
     ledger = Ledger(0)
     ledger.leased(0, 1, attempt=5)
     machine = QueueGroup("billing", GroupSpec(patterns=("orders",)))
-    machine.restore("orders", 0, ledger, 1, 0.0)
+    restore(machine, "orders", 0, ledger, 1, 0.0)
     machine.join("worker", 1)
     assert machine.dispatch(0.0) == []
     assert [(each.offset, each.attempts) for each in machine.doomed] == [(0, 5)]
@@ -329,7 +330,7 @@ def test_a_restored_wait_goes_on() -> None:
     ledger = Ledger(0)
     ledger.retried(0, 1, made=2, delay_ms=700)
     machine = QueueGroup("billing", GroupSpec(patterns=("orders",)))
-    machine.restore("orders", 0, ledger, 1, 100.0)
+    restore(machine, "orders", 0, ledger, 1, 100.0)
     machine.join("worker", 1)
     assert machine.dispatch(100.6) == []
     assert machine.dispatch(100.7)[0].attempt == 3
@@ -601,7 +602,7 @@ class Delivery(RuleBasedStateMachine):
         self._write()
         self.machine = QueueGroup("g", self.spec, fence=self.last_fence + 1)
         self._wire()
-        self.lane = self.machine.restore("orders", 0, self.ledger, len(self.known), self.now)
+        self.lane = restore(self.machine, "orders", 0, self.ledger, len(self.known), self.now)
         self.machine.arrived(self.lane, len(self.known), prioritised=self.urgent)
         self.stale = []
         self.join(4)
@@ -621,7 +622,7 @@ class Delivery(RuleBasedStateMachine):
     def live_state_is_replayed_state_is_the_model(self) -> None:
         self.calm += 1
         self._write()
-        live = self.machine.ledgers(self.now)["orders", 0]
+        live = ledgers(self.machine, self.now)["orders", 0]
         owed = ("out", "waiting", "dying")
         expected = {
             offset: event.made for offset, event in self.known.items() if event.state in owed
@@ -634,7 +635,7 @@ class Delivery(RuleBasedStateMachine):
 
     @invariant()
     def waits_are_what_is_left_of_them(self) -> None:
-        live = self.machine.ledgers(self.now)["orders", 0]
+        live = ledgers(self.machine, self.now)["orders", 0]
         waits = {o: run.delay_ms for run in live for o in range(run.start, run.stop)}
         for offset, event in self.known.items():
             if event.state == "waiting":
@@ -685,3 +686,53 @@ class Delivery(RuleBasedStateMachine):
 
 Delivery.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestDelivery = Delivery.TestCase
+
+
+def restored_with_hold(machine: QueueGroup, hold_s: float = 30.0) -> tuple[QueueGroup, object]:
+    again = QueueGroup("billing", machine.spec, fence=machine.fence)
+    lane = restore(again, "orders", 0, ledgers(machine, 0.0)["orders", 0], 4, 0.0, hold_s)
+    return again, lane
+
+
+def held_machine() -> QueueGroup:
+    machine = QueueGroup("billing", GroupSpec(patterns=("orders",)))
+    machine.lane("orders", 0, cursor=0, end=4)
+    machine.join("w", 10)
+    (lease,) = machine.dispatch(0.0)
+    machine.ack(lease, 1, 0.0)
+    return machine
+
+
+def test_what_was_leased_waits_for_its_holder_who_takes_it_up_again() -> None:
+    """T4: leases survive a restart; what was acked stays acked, nobody else gets the rest."""
+    again, lane = restored_with_hold(held_machine())
+    other = again.join("other", 10)
+    assert again.dispatch(1.0) == []
+    member = again.join("w", 10)
+    lease = adopt(again, lane, 0, 4, 1, member, 1.0)
+    assert lease is not None
+    assert list(lease.states) == [0, 5, 0, 0]
+    assert member.inflight == 3
+    assert other.inflight == 0
+    for index in (0, 2, 3):
+        again.ack(lease, index, 2.0)
+    assert again.outstanding() == 0
+    assert adopt(again, lane, 0, 4, 1, member, 2.0) is None
+
+
+def test_what_no_holder_takes_up_comes_again_after_the_hold() -> None:
+    """T4: a holder that never returns delays its events, and loses none."""
+    again, _ = restored_with_hold(held_machine(), hold_s=5.0)
+    again.join("other", 10)
+    assert again.dispatch(4.9) == []
+    again.dispatch(5.0)
+    again.dispatch(6.0)
+    attempts = [lease.attempt for lease in again.leases.values()]
+    assert attempts
+    assert set(attempts) == {2}
+    assert again.outstanding() == 3
+
+
+def test_a_wrong_attempt_adopts_nothing() -> None:
+    again, lane = restored_with_hold(held_machine())
+    assert adopt(again, lane, 0, 4, 2, again.join("w", 10), 1.0) is None

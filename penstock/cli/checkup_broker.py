@@ -1,0 +1,104 @@
+"""Checks of a broker that is running; part of penstock.cli.checkup."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import re
+import socket
+import ssl
+import time
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from penstock.cli.checkup import Check
+from penstock.server.ports import Listening, read_ports, uptime_us, writer_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+ANSWER_S = 2.0  # a broker that is well answers in milliseconds
+MAX_ANSWER_BYTES = 64 * 1024
+MAX_SHOWN_CHARS = 300  # of an answer
+MOVED_SLACK_US = 2_000_000  # a leap second and a little
+DEFAULT_PORTS = {"penstock": 5557, "penstocks": 5557, "penstock+zmq": 5555}
+
+
+def running_broker(folder: Path) -> Listening | None:
+    """The broker that serves this folder now; None without one, or with one that was killed."""
+    return read_ports(folder) if writer_of(folder) is not None else None
+
+
+def check_broker(folder: Path) -> Iterator[Check]:
+    """The broker of this folder, asked through the ports it wrote down."""
+    record, holder = read_ports(folder), writer_of(folder)
+    if record is None:
+        found = "not running" if holder is None else f"{holder} has the folder and serves nobody else, or is starting"  # fmt: skip
+        yield Check("broker", "ok", found)
+        return
+    if holder is None:
+        yield Check("broker", "warn", f"pid {record.pid} was killed, or its machine went down: it left ports.json", "nothing is lost: start it again with `penstock up`")  # fmt: skip
+        return
+    yield _check_moved(record)
+    if "http" not in record.urls:
+        yield Check("broker", "ok", f"pid {record.pid} is running; its HTTP service is off, so it cannot be asked")  # fmt: skip
+        return
+    for path in ("/health", "/ready"):
+        yield _ask(record, path)
+
+
+def _check_moved(record: Listening) -> Check:
+    passed_us = uptime_us() - record.uptime_us
+    moved_us = time.time_ns() // 1_000 - record.since_us - passed_us
+    if abs(moved_us) <= MOVED_SLACK_US:
+        return Check("broker clock", "ok", "the wall clock was not moved since the broker started")
+    return Check("broker clock", "warn", f"the wall clock was moved by {moved_us / 1e6:+.0f} s since the broker started", "events keep their order; times of delayed and expiring ones follow the clock. Let NTP slew it")  # fmt: skip
+
+
+def _ask(record: Listening, path: str) -> Check:
+    name, url = f"broker {path}", record.urls["http"]
+    try:
+        status, text = http_get(url, path)
+    except ssl.SSLError as error:
+        return Check(name, "ok", f"{url} wants a client certificate, so it cannot be asked ({error.reason})")  # fmt: skip
+    except (OSError, http.client.HTTPException) as error:
+        return Check(name, "fail", f"{url}{path} does not answer: {error!r}, although pid {record.pid} has the folder", "look at the broker's log; if it hangs, stop it with SIGTERM, and start it again")  # fmt: skip
+    if status == http.client.OK:
+        return Check(name, "ok", f"pid {record.pid} at {url}: {text}")
+    bad = path == "/health"
+    return Check(name, "fail" if bad else "warn", f"{url}{path} answers {status}: {text}", "look at the broker's log" if bad else "it is starting or draining: wait, or look at its log")  # fmt: skip
+
+
+def http_get(url: str, path: str) -> tuple[int, str]:
+    """Ask an HTTP server on this machine; the answer's status and the beginning of its text."""
+    where = urlsplit(url)
+    host, port = where.hostname or "", where.port
+    if where.scheme == "https":
+        context = ssl.create_default_context()
+        # The answer is shown and nothing is sent: whose certificate it is does not matter here.
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+            host, port, timeout=ANSWER_S, context=context
+        )
+    else:
+        connection = http.client.HTTPConnection(host, port, timeout=ANSWER_S)
+    with contextlib.closing(connection):
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        text = answer.read(MAX_ANSWER_BYTES).decode(errors="replace")
+    text = re.sub(r"\s+", " ", text).strip()
+    return answer.status, text[:MAX_SHOWN_CHARS]
+
+
+def check_remote(url: str) -> Check:
+    """Whether anybody listens where a `penstock://` URL leads."""
+    where = urlsplit(url)
+    port = where.port or DEFAULT_PORTS.get(where.scheme, 0)
+    try:
+        with socket.create_connection((where.hostname or "", port), timeout=ANSWER_S):
+            pass
+    except OSError as error:
+        return Check("broker", "fail", f"{where.hostname}:{port} cannot be reached: {error}", "start the broker there with `penstock up`, and look at address, firewall and name resolution")  # fmt: skip
+    return Check("broker", "ok", f"{where.hostname}:{port} accepts connections")

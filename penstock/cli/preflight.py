@@ -1,0 +1,61 @@
+"""What must be in order before a broker starts: `up` stops at the first, `up --check` lists all."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from penstock.cli import checkup_folder, checkup_keys, checkup_network
+from penstock.cli.checkup import Check, check_descriptors, check_needed, guarded
+from penstock.model.errors import InvalidSettings
+from penstock.server.ports import addresses
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from penstock.model.settings import Settings
+
+    Step = tuple[str, Callable[[], Check | Iterator[Check]]]
+
+
+def steps(folder: Path, settings: Settings) -> Iterator[Step]:
+    """The checks in order: what does not depend on the moment first. Nothing is changed by them."""
+    yield "needed extras", partial(check_needed, settings)
+    yield "addresses", partial(checkup_network.check_addresses, settings)
+    yield "access", partial(checkup_network.check_access, settings)
+    yield "tls", partial(checkup_keys.check_tls, settings)
+    yield "curve", partial(checkup_keys.check_curve, settings)
+    yield "open files", partial(check_descriptors, settings)
+    yield "folder", partial(checkup_folder.check_place, folder)
+    yield "format", partial(checkup_folder.check_format, folder, may_be_new=True)
+    yield "space", partial(_check_space, folder, settings)
+    yield "lock", partial(checkup_folder.check_free, folder)
+    with contextlib.suppress(InvalidSettings):  # the check of the addresses has said so
+        for name, address in addresses(settings.server).items():
+            yield f"port {name}", partial(checkup_network.check_port, name, address)
+
+
+def _check_space(folder: Path, settings: Settings) -> Check:
+    """A full disk does not keep a broker from starting: what is there can be read."""
+    place = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    found = checkup_folder.check_space(place, settings)
+    return found if found.status == "ok" else msgspec.structs.replace(found, status="warn")
+
+
+def require(folder: Path, settings: Settings) -> list[Check]:
+    """Raise the error of the first check that fails; returns the warnings of the others."""
+    found: list[Check] = []
+    for _, step in steps(folder, settings):
+        result = step()
+        found += [result] if isinstance(result, Check) else result
+    return [check for check in found if check.status == "warn"]
+
+
+def examine(folder: Path, settings: Settings) -> Iterator[Check]:
+    """Every check, with its finding."""
+    for name, step in steps(folder, settings):
+        yield from guarded(name, step)

@@ -1,0 +1,142 @@
+"""`penstock up`: run the broker on a data folder."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from penstock.cli import exits, output
+from penstock.cli.invocation import DEFAULT_URL, Invocation, folder_of, leaf
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from penstock.cli.checkup import Check
+    from penstock.model.settings import Settings
+    from penstock.server.ports import Listening
+
+FOLDER = "./penstock-data"
+
+
+@leaf("up")
+@click.argument("place", metavar="[FOLDER]", required=False)
+@click.option("--tcp", metavar="ADDR", help="Where `penstock://` clients connect; server.tcp.")
+@click.option("--zmq", metavar="ADDR", help="ZeroMQ ROUTER; server.zmq.")
+@click.option("--pub", metavar="ADDR", help="ZeroMQ PUB; server.pub.")
+@click.option("--http", metavar="ADDR", help="Admin API, health and metrics; server.http.")
+@click.option("--check", "only_check", is_flag=True, help="Validate everything, start nothing.")
+@click.pass_obj
+def command(
+    invocation: Invocation, /, place: str | None, only_check: bool, **listen: str | None
+) -> None:
+    """Run the broker on FOLDER (./penstock-data) until SIGTERM or Ctrl-C.
+
+    ADDR is HOST:PORT; port 0 takes a free one, an empty ADDR turns the service off. Where it listens
+    is printed, and stands in FOLDER/ports.json while it runs. SIGHUP, or a change of the settings
+    file, puts new admission limits in force.
+
+    The first SIGTERM or Ctrl-C lets clients finish, and ends with 0; a second one stops at once,
+    with 143 or 130. Nothing that was acknowledged is lost either way.
+
+    --check lists what would keep the broker from starting, and ends as the broker would.
+    """  # fmt: skip
+    invocation.sets += [f"server.{name}={text}" for name, text in listen.items() if text is not None]  # fmt: skip
+    folder = _folder(invocation, place)
+    if only_check:
+        _check(invocation, folder)
+    else:
+        _run(invocation, folder)
+
+
+def _folder(invocation: Invocation, place: str | None) -> Path:
+    """FOLDER, or the folder of --url, or the default."""
+    if place is not None:
+        found = folder_of(place)
+        if found is None:
+            raise click.UsageError(f"{place} is no folder: a broker keeps its data on this machine")
+        return found
+    named = folder_of(invocation.url)
+    return Path(FOLDER) if named is None or invocation.url == DEFAULT_URL else named
+
+
+def _load(invocation: Invocation) -> Settings:
+    from penstock.server.reload import broker_settings
+
+    return broker_settings(invocation.settings())
+
+
+def _check(invocation: Invocation, folder: Path) -> None:
+    checks = list(_examine(invocation, folder))
+    rows = [output.plain(check) for check in checks]
+    output.show_rows(invocation, rows, ["name", "status", "found", "advice"])
+    failed = [check for check in checks if check.status == "fail"]
+    if not invocation.json:
+        output.note(f"{len(failed)} problems" if failed else "the broker can start")
+    if failed:
+        raise click.exceptions.Exit(exits.exit_code(failed[0].code))
+
+
+def _examine(invocation: Invocation, folder: Path) -> Iterator[Check]:
+    from penstock.cli.checkup import check_config
+    from penstock.cli.preflight import examine
+
+    found = list(check_config(invocation))
+    yield from found
+    if all(check.status != "fail" for check in found):
+        yield from examine(folder, _load(invocation))
+
+
+def _run(invocation: Invocation, folder: Path) -> None:
+    from penstock.cli.preflight import require
+    from penstock.cli.serving import Serving
+    from penstock.server import logs
+
+    settings = _load(invocation)
+    warnings = require(folder, settings)
+    background = logs.configure(settings.server.log_format, settings.server.log_level)
+    for check in warnings:
+        logging.getLogger("penstock.up").warning(check.name, extra={"found": check.found, "advice": check.advice})  # fmt: skip
+
+    async def serve() -> None:
+        await Serving(
+            folder,
+            settings,
+            load=lambda: _load(invocation),
+            config=invocation.config,
+            announce=lambda record: _announce(invocation, record),
+            output=background,
+        ).run()
+
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(serve())
+    finally:
+        background.close()
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop where it is installed (the extra `speed`)."""
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        return uvloop.new_event_loop  # type: ignore[no-any-return]
+    return None
+
+
+def _announce(invocation: Invocation, record: Listening) -> None:
+    """Say where the services are: one object with --json, a line for each otherwise."""
+    if invocation.json:
+        output.print_json(record)
+    else:
+        rows = [
+            {"service": name, "address": address, "url": record.urls[name]}
+            for name, address in record.addresses.items()
+        ]
+        output.show_rows(invocation, rows, ["service", "address", "url"])
+    sys.stdout.flush()

@@ -1,0 +1,95 @@
+"""Taking up: the delivery machine of a group before and after its process died.
+
+`ledgers` says what a machine owes, `restore` builds one that owes the same, and `adopt` gives a
+holder that came back what it held. They are part of the machine (penstock.core.delivery) and use
+its inner parts.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from penstock.core.delivery import MAX_LEASE_EVENTS, QueueGroup
+from penstock.core.lease import OUT, RETURNED, Lane, Lease, Member, Run
+from penstock.core.ledger import Ledger
+
+
+def ledgers(group: QueueGroup, now: float) -> dict[tuple[str, int], Ledger]:
+    """What each lane owes, for a snapshot; the same as replaying every entry would give."""
+    waits = {id(run): due - now for due, _, run in group._retries}
+    ledgers = {place: Ledger(lane.cursor) for place, lane in group.lanes.items()}
+    for run in sorted(group.unsettled(), key=lambda run: run.start):
+        delay_ms = max(0, round(waits.get(id(run), 0.0) * 1_000))
+        ledger = ledgers[run.lane.topic, run.lane.partition]
+        ledger.retried(run.start, run.count, run.made, delay_ms)
+    return ledgers
+
+
+def restore(
+    group: QueueGroup,
+    topic: str,
+    partition: int,
+    ledger: Ledger,
+    end: int,
+    now: float,
+    hold_s: float = 0.0,
+) -> Lane:
+    """Take up a lane where a ledger says it stood.
+
+    What was leased when the process died comes again at once, or after `hold_s`: until then
+    its holder may come back and `adopt` it.
+    """
+    lane = group.lane(topic, partition, cursor=ledger.high, end=max(end, ledger.high))
+    for run in ledger.open():
+        if hold_s and run.made and not run.delay_ms and group._gate is None:
+            _park(group, Run(lane, run.start, run.stop - run.start, run.made - 1), now + hold_s)
+            continue
+        if group.spec.retry.exhausted(run.made):
+            for offset in range(run.start, run.stop):
+                group._doom(lane, offset, run.made, "out of attempts when the bus stopped")
+            continue
+        again = Run(lane, run.start, run.stop - run.start, run.made)
+        if group._gate is not None:
+            group._unseen.append(again)  # in offset order, so that keys keep theirs
+        elif run.delay_ms:
+            group._retry_number += 1
+            due = now + run.delay_ms / 1_000
+            heapq.heappush(group._retries, (due, group._retry_number, again))
+        else:
+            group._ready.append(again)
+    return lane
+
+
+def _park(group: QueueGroup, run: Run, until: float) -> None:
+    for start in range(run.start, run.start + run.count, MAX_LEASE_EVENTS):
+        count = min(MAX_LEASE_EVENTS, run.start + run.count - start)
+        lease = Lease(group.fence, run._replace(start=start, count=count), group._absent)
+        group.fence += 1
+        lease.deadlines = [until] * count
+        group.leases[lease.fence] = group._absent.leases[lease.fence] = lease
+        heapq.heappush(group._checks, (until, lease.fence))
+
+
+def adopt(
+    group: QueueGroup, lane: Lane, start: int, count: int, attempt: int, member: Member, now: float
+) -> Lease | None:
+    """A holder came back after a crash: what nobody else was given is its own again."""
+    lease = Lease(group.fence, Run(lane, start, count, attempt - 1), member)
+    lease.states = bytearray([RETURNED]) * count
+    lease.open = 0
+    for parked in list(group._absent.leases.values()):
+        if parked.lane is not lane or parked.attempt != attempt:
+            continue
+        first, last = max(start, parked.start), min(start + count, parked.start + parked.count)
+        for offset in range(first, last):
+            if parked.states[offset - parked.start] == OUT:
+                group._close(parked, offset - parked.start, RETURNED)
+                lease.states[offset - start] = OUT
+                lease.open += 1
+    if not lease.open:
+        return None
+    group.fence += 1
+    group.leases[lease.fence] = member.leases[lease.fence] = lease
+    member.inflight += lease.open
+    heapq.heappush(group._checks, (now + group.spec.lease_s, lease.fence))
+    return lease

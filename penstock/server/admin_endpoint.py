@@ -1,0 +1,172 @@
+"""Endpoints of the admin API as values: what each takes, gives, needs, and the function that does it.
+
+The HTTP server serves them (penstock.server.http) and the OpenAPI document describes them
+(penstock.server.openapi) from the same table, so neither can forget one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Annotated, Any, Generic, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from penstock.bus.publishing import when_us
+from penstock.engines.embedded import EmbeddedEngine
+from penstock.engines.engine import Request
+from penstock.model.errors import ConfirmationNeeded
+from penstock.model.event import Identity
+from penstock.model.settings import Settings
+from penstock.server.admin_gate import RIGHTS, Answer, Gate
+from penstock.server.auth import Doorkeeper
+
+T = TypeVar("T")
+
+MAX_PAGE = 10_000  # rows of one answer: about 3 MB of JSON, made in well under 100 ms
+MAX_SKIP = 1_000_000  # rows before a page; who wants more should filter
+MAX_NAME_CHARACTERS = 4_096  # of one name or text in a request: beyond any name the bus allows
+
+Text = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
+Limit = Annotated[int, Meta(ge=1, le=MAX_PAGE, description="At most so many.")]
+Offset = Annotated[int, Meta(ge=0, le=MAX_SKIP, description="After so many.")]
+Actor = Annotated[
+    Text | None,
+    Meta(
+        description="Who the audit trail names; the token's subject unless an admin says another."
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Surface:
+    """What the admin API administers."""
+
+    engine: EmbeddedEngine
+    settings: Settings
+    doorkeeper: Doorkeeper
+    ready: Callable[[], bool]
+    """Whether clients may come: false until started, and while draining."""
+    sessions: Callable[[], Sequence[msgspec.Struct]]
+    """The sessions of clients; each row has a `tenant`."""
+    tenants: Callable[[], Sequence[msgspec.Struct]]
+    """Limits in force and their use; each row has a `tenant`."""
+    ask: Answer | None = None
+    """The broker's own way to ask the engine, where there is one."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request to an endpoint, checked: who asks, and the fields it gave."""
+
+    surface: Surface
+    gate: Gate
+    identity: Identity
+    path: Mapping[str, str]
+    query: Any = None
+    body: Any = None
+
+    async def ask(self, request: Request) -> Any:
+        """The engine's answer, within the rights of the caller."""
+        return await self.gate.ask(self.identity, request)
+
+    def actor(self, stated: str | None) -> str:
+        """Who the audit trail shall name."""
+        return stated or self.identity.subject
+
+    def moment_us(self, text: str | None) -> int | None:
+        """A time as the command line takes it: ISO 8601, epoch seconds, or how long ago (2h)."""
+        if text is None:
+            return None
+        number = float(text) if text.replace(".", "", 1).isdecimal() else None
+        return when_us(text if number is None else number, self.surface.engine.runtime.wall_us())
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One operation of the API."""
+
+    method: str
+    path: str
+    summary: str
+    handler: Callable[[Call], Awaitable[Any]]
+    answer: Any
+    """The type of what the handler returns, for the document."""
+    asks: type[Request] | None = None
+    """The request it makes of the engine, which decides the role it needs."""
+    role: str = ""
+    """The role where no request decides; empty is open to everybody."""
+    query: type[msgspec.Struct] | None = None
+    body: type[msgspec.Struct] | None = None
+    confirms: str = ""
+    """The word that must be given, or nothing happens."""
+    partial: bool = False
+    """Whether some of it can fail while the rest is done: status 207."""
+
+    @property
+    def needs(self) -> str:
+        """The least role a caller has."""
+        return self.role if self.asks is None else RIGHTS[self.asks]
+
+
+class Query(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Parameters behind the question mark."""
+
+
+class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A JSON object in a request."""
+
+
+class Page(msgspec.Struct, Generic[T], frozen=True):
+    """Some rows of a list."""
+
+    items: list[T]
+    more: bool = False
+    """Whether there are rows behind these; ask again with `offset`."""
+
+
+class Paging(Query, frozen=True):
+    """Which part of a list."""
+
+    limit: Limit = 1_000
+    offset: Offset = 0
+
+
+class Deleting(Query, frozen=True):
+    """What it takes to delete something."""
+
+    confirm: Annotated[str, Meta(description="Must be DELETE; without it nothing happens.")] = ""
+    actor: Actor = None
+
+
+class Deleted(msgspec.Struct, frozen=True):
+    """What is gone."""
+
+    deleted: str
+
+
+class Answered(msgspec.Struct, frozen=True):
+    """An answer with a status of its own."""
+
+    status: int
+    body: Any
+
+
+def page(rows: Iterable[T], limit: int, offset: int) -> Page[T]:
+    """Cut a page out of a list.
+
+    >>> page("abcd", limit=2, offset=1)
+    Page(items=['b', 'c'], more=True)
+    """
+    found = list(islice(rows, offset, offset + limit + 1))
+    return Page(found[:limit], len(found) > limit)
+
+
+def require_word(word: str, given: str, what: str) -> None:
+    """Refuse unless the confirmation was given to the letter."""
+    if given != word:
+        raise ConfirmationNeeded(
+            f"this {what}. Nothing was changed; repeat with confirm={word}", confirm=word
+        )

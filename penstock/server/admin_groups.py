@@ -1,0 +1,87 @@
+"""Consumer groups over HTTP: the operations of `penstock group`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from penstock.engines import request as ask
+from penstock.engines.views import GroupInfo
+from penstock.server.admin_endpoint import (
+    Actor,
+    Body,
+    Call,
+    Deleted,
+    Deleting,
+    Endpoint,
+    Page,
+    Paging,
+    Text,
+    page,
+    require_word,
+)
+
+PATH = "/api/admin/groups"
+
+
+class Reset(Body, frozen=True):
+    """Where a group shall go on."""
+
+    to: Annotated[
+        Annotated[str, Meta(max_length=64)] | Annotated[int, Meta(ge=0)],
+        Meta(description="earliest, latest, an offset, a time in ISO 8601, or how long ago (2h)."),
+    ]
+    topic: Annotated[Text | None, Meta(description="Only in this topic.")] = None
+    actor: Actor = None
+
+
+async def list_groups(call: Call) -> Page[GroupInfo]:
+    """By name, each with its lag."""
+    found: list[Any] = await call.ask(ask.ListGroups())
+    return page(found, call.query.limit, call.query.offset)
+
+
+async def describe(call: Call) -> GroupInfo:
+    """One group with its lanes."""
+    group: GroupInfo = await call.ask(ask.DescribeGroup(call.path["name"]))
+    return group
+
+
+async def reset(call: Call) -> GroupInfo:
+    """It goes on from there."""
+    body: Reset = call.body
+    request = ask.ResetGroup(
+        call.path["name"], _place(call, body.to), body.topic, call.actor(body.actor)
+    )
+    group: GroupInfo = await call.ask(request)
+    return group
+
+
+def _place(call: Call, to: str | int) -> str:
+    """A position as the command line takes it, in the engine's words."""
+    if to in ("earliest", "latest"):
+        return str(to)
+    if isinstance(to, int) or to.isdecimal():
+        return f"offset:{int(to)}"
+    return f"time:{call.moment_us(to)}"
+
+
+async def delete(call: Call) -> Deleted:
+    """Its place is forgotten, the events stay."""
+    name, wanted = call.path["name"], call.query
+    require_word("DELETE", wanted.confirm, f"makes the group {name} forget its place")
+    await call.ask(ask.DeleteGroup(name, call.actor(wanted.actor)))
+    return Deleted(name)
+
+
+ENDPOINTS = (
+    Endpoint("GET", PATH, "List the groups and how far each lags behind.", list_groups,
+             Page[GroupInfo], ask.ListGroups, query=Paging),
+    Endpoint("POST", f"{PATH}/{{name:path}}/reset", "Move a group to another place.", reset,
+             GroupInfo, ask.ResetGroup, body=Reset),
+    Endpoint("GET", f"{PATH}/{{name:path}}", "Show a group and where it stands.", describe,
+             GroupInfo, ask.DescribeGroup),
+    Endpoint("DELETE", f"{PATH}/{{name:path}}", "Delete a group: its place is forgotten.", delete,
+             Deleted, ask.DeleteGroup, query=Deleting, confirms="DELETE"),
+)  # fmt: skip

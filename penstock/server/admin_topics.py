@@ -1,0 +1,121 @@
+"""Topics over HTTP: the operations of `penstock topic`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from penstock.core.entry import TopicSpec
+from penstock.engines import request as ask
+from penstock.engines.administration import MAX_PARTITIONS
+from penstock.engines.views import TopicInfo
+from penstock.model.errors import InvalidInput
+from penstock.model.setting import Size, Span
+from penstock.server.admin_endpoint import (
+    Actor,
+    Body,
+    Call,
+    Deleted,
+    Deleting,
+    Endpoint,
+    Page,
+    Paging,
+    Text,
+    page,
+    require_word,
+)
+
+PATH = "/api/admin/topics"
+Partitions = Annotated[int, Meta(ge=1, le=MAX_PARTITIONS)]
+
+
+class TopicQuery(Paging, frozen=True):
+    """Which topics."""
+
+    system: Annotated[bool, Meta(description="Also the bus's own, such as _dlq.default.")] = False
+
+
+class TopicView(TopicInfo, kw_only=True):
+    """A topic, its partitions and what they hold together."""
+
+    events: int
+    sealed_bytes: int
+
+
+class TopicPut(Body, frozen=True):
+    """A topic to create."""
+
+    name: Text
+    partitions: Partitions = 1
+    retention_age_s: Span | None = None
+    retention_bytes: Size | None = None
+    write_once: bool | None = None
+
+
+class TopicPatch(Body, frozen=True):
+    """What to change; what is left out stays as it is. Partitions can only be added."""
+
+    partitions: Partitions | None = None
+    retention_age_s: Span | None = None
+    retention_bytes: Size | None = None
+    write_once: bool | None = None
+    actor: Actor = None
+
+
+def view(info: TopicInfo) -> TopicView:
+    """A topic as `penstock topic` shows it."""
+    return TopicView(
+        **{name: getattr(info, name) for name in TopicInfo.__struct_fields__},
+        events=sum(part.end_offset - part.first_offset for part in info.partitions),
+        sealed_bytes=sum(part.sealed_bytes for part in info.partitions),
+    )
+
+
+async def list_topics(call: Call) -> Page[TopicView]:
+    """By name."""
+    found: list[Any] = await call.ask(ask.ListTopics(call.query.system))
+    return page(map(view, found), call.query.limit, call.query.offset)
+
+
+async def describe(call: Call) -> TopicView:
+    """One topic."""
+    return view(await call.ask(ask.DescribeTopic(call.path["name"])))
+
+
+async def create(call: Call) -> TopicView:
+    """Before anybody publishes to it."""
+    body: TopicPut = call.body
+    spec = TopicSpec(body.partitions, body.retention_age_s, body.retention_bytes, body.write_once)
+    return view(await call.ask(ask.CreateTopic(body.name, spec)))
+
+
+async def configure(call: Call) -> TopicView:
+    """Retention, write-once, more partitions."""
+    body: TopicPatch = call.body
+    changes = (body.partitions, body.retention_age_s, body.retention_bytes, body.write_once)
+    if all(change is None for change in changes):
+        raise InvalidInput("name at least one thing to change, such as retention_age_s")
+    request = ask.ConfigureTopic(call.path["name"], *changes, call.actor(body.actor))
+    return view(await call.ask(request))
+
+
+async def delete(call: Call) -> Deleted:
+    """With all its events; refused inside write-once retention."""
+    name, wanted = call.path["name"], call.query
+    require_word("DELETE", wanted.confirm, f"deletes the topic {name} and every event in it")
+    await call.ask(ask.DeleteTopic(name, call.actor(wanted.actor)))
+    return Deleted(name)
+
+
+ENDPOINTS = (
+    Endpoint("GET", PATH, "List the topics.", list_topics, Page[TopicView], ask.ListTopics,
+             query=TopicQuery),
+    Endpoint("POST", PATH, "Create a topic.", create, TopicView, ask.CreateTopic, body=TopicPut),
+    Endpoint("GET", f"{PATH}/{{name}}", "Show a topic and its partitions.", describe, TopicView,
+             ask.DescribeTopic),
+    Endpoint("PATCH", f"{PATH}/{{name}}", "Change what is configured for a topic.", configure,
+             TopicView, ask.ConfigureTopic, body=TopicPatch),
+    Endpoint("DELETE", f"{PATH}/{{name}}", "Delete a topic and its events.", delete, Deleted,
+             ask.DeleteTopic, query=Deleting, confirms="DELETE"),
+)  # fmt: skip

@@ -1,0 +1,246 @@
+"""Who a caller is: tokens checked at the door, and made for those who shall come in (row T10).
+
+One door for every transport. With neither `auth.admin_token` nor `auth.jwt_secret` set, callers on
+this host are trusted and all others refused; with either set, everybody shows a token.
+docs/guide/security.md tells the whole model.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import math
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from penstock.model.errors import (
+    AccessDenied,
+    InvalidInput,
+    InvalidSettings,
+    MissingExtra,
+    NotAuthenticated,
+)
+from penstock.model.event import Identity
+from penstock.model.server_settings import Auth
+from penstock.model.topic import MAX_WORD_BYTES
+
+ADMIN = "admin"
+OPERATOR = "operator"
+READER = "reader"
+MONITOR = "monitor"
+ROLES = (ADMIN, OPERATOR, READER, MONITOR)
+"""What tokens may say: everything; change and read one tenant; read one tenant; metrics only."""
+
+ALGORITHM = "HS256"
+MIN_SECRET_BYTES = 32  # RFC 7518, 3.2: a key for HS256 is at least as long as its hash
+MAX_TOKEN_BYTES = 8_192  # a token of ours has about 300; what is longer is not worth parsing
+MAX_SUBJECT_CHARACTERS = 255  # it stands in every audit record of its owner
+MAX_ROLES = 32  # in one token; there are four
+MAX_TTL_S = 366 * 86_400.0  # a token cannot be called back, so none outlives a year
+
+_TENANT = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_WORD_BYTES}}}")
+_REMEDY = "make a new one with `penstock token create`"
+
+
+class _Claims(msgspec.Struct, frozen=True):
+    """What a token says; other claims are ignored."""
+
+    tenant: Annotated[str, Meta(min_length=1, max_length=MAX_WORD_BYTES)]
+    sub: Annotated[str, Meta(min_length=1, max_length=MAX_SUBJECT_CHARACTERS)]
+    roles: Annotated[list[str], Meta(max_length=MAX_ROLES)]
+    exp: float
+    nbf: float = 0.0
+
+
+class Doorkeeper:
+    """Tells who a caller is, and makes the tokens by which it knows.
+
+    >>> Doorkeeper(Auth()).identify("", "acme", "billing", loopback=True).tenant
+    'acme'
+    """
+
+    def __init__(self, auth: Auth, wall_s: Callable[[], float] = time.time) -> None:
+        if auth.jwt_secret and len(auth.jwt_secret.encode()) < MIN_SECRET_BYTES:
+            raise InvalidSettings(
+                f"auth.jwt_secret has {len(auth.jwt_secret.encode())} bytes and needs "
+                f"{MIN_SECRET_BYTES}: a shorter one can be guessed from any token. Make one with "
+                "`openssl rand -hex 32`",
+                key="auth.jwt_secret",
+            )
+        self._auth = auth
+        self._wall_s = wall_s
+
+    @property
+    def asks(self) -> bool:
+        """Whether everybody must show a token."""
+        return bool(self._auth.admin_token or self._auth.jwt_secret)
+
+    def identify(self, token: str, tenant: str, subject: str, *, loopback: bool) -> Identity:
+        """Who shows this token; raises NotAuthenticated, or AccessDenied for another tenant's."""
+        if not self.asks:
+            return _trusted(tenant, subject, loopback)
+        if not token:
+            raise NotAuthenticated(
+                "a token is needed here: send it as X-Admin-Token or Authorization: Bearer over "
+                "HTTP, as client.token over the wire. `penstock token create` makes one"
+            )
+        shown, admin = _bytes(token), _bytes(self._auth.admin_token)
+        if admin and hmac.compare_digest(shown, admin):
+            return _named(tenant or "default", subject or "admin", (ADMIN,))
+        if not self._auth.jwt_secret:
+            raise NotAuthenticated("that is not the admin token; nothing was done. See auth.admin_token")  # fmt: skip
+        return self._identify_bearer(token, tenant)
+
+    def _identify_bearer(self, token: str, tenant: str) -> Identity:
+        claims = self._claims(token)
+        now_s = self._wall_s()
+        # Written so that a time that is no number counts as over.
+        if not now_s < claims.exp:
+            raise NotAuthenticated(f"the token has expired; {_REMEDY}", exp=claims.exp)
+        if not claims.nbf <= now_s:
+            raise NotAuthenticated(
+                "the token is not valid yet (nbf); check the clocks of both hosts", nbf=claims.nbf
+            )
+        if not _TENANT.fullmatch(claims.tenant) or not claims.sub.isprintable():
+            raise NotAuthenticated(f"the token's tenant or subject is no name; {_REMEDY}")
+        if tenant and tenant != claims.tenant:
+            raise AccessDenied(
+                f"the token is for tenant {claims.tenant!r} and cannot speak for {tenant!r}; use a "
+                "token of that tenant, or leave the tenant out",
+                tenant=tenant,
+            )
+        return Identity(claims.tenant, claims.sub, tuple(claims.roles))
+
+    def _claims(self, token: str) -> _Claims:
+        jwt = _pyjwt()
+        if len(token) > MAX_TOKEN_BYTES:
+            raise NotAuthenticated(f"the token has {len(token)} characters, which none of ours has")
+        try:
+            found = jwt.decode(
+                token,
+                self._auth.jwt_secret,
+                algorithms=[ALGORITHM],
+                # Times are checked against the clock given to us, claims by their types below.
+                options={"verify_exp": False, "verify_nbf": False, "verify_iat": False},
+            )
+            return msgspec.convert(found, _Claims)
+        except jwt.InvalidSignatureError:
+            raise NotAuthenticated(
+                f"the token is not signed with this broker's auth.jwt_secret; {_REMEDY} there"
+            ) from None
+        except jwt.InvalidAlgorithmError:
+            raise NotAuthenticated(
+                f"the token is not signed with {ALGORITHM}, and nothing else is taken; {_REMEDY}"
+            ) from None
+        except msgspec.ValidationError as error:
+            raise NotAuthenticated(
+                f"a claim of the token is missing or wrong: {error}; {_REMEDY}"
+            ) from None
+        except (jwt.PyJWTError, ValueError, RecursionError) as error:
+            raise NotAuthenticated(f"the token is malformed: {error}; {_REMEDY}") from None
+
+    def issue(self, tenant: str, subject: str, roles: Sequence[str], ttl_s: float) -> str:
+        """A token that `identify` takes for the next `ttl_s` seconds."""
+        jwt = _pyjwt()
+        if not self._auth.jwt_secret:
+            raise InvalidSettings(
+                "auth.jwt_secret is not set, so there is nothing to sign tokens with. Make one with "
+                "`openssl rand -hex 32` and give it to the broker too",
+                key="auth.jwt_secret",
+            )
+        unknown = sorted(set(roles) - set(ROLES))
+        if unknown or not roles:
+            raise InvalidInput(
+                f"a token has at least one role of {', '.join(ROLES)}; unknown: {unknown}",
+                roles=list(roles),
+            )
+        if not 0 < ttl_s <= MAX_TTL_S:
+            raise InvalidInput(f"a token lives up to {MAX_TTL_S / 86_400:g} days, not {ttl_s} s")
+        identity = _named(tenant, subject, tuple(dict.fromkeys(roles)))
+        now_s = self._wall_s()
+        claims = {
+            "tenant": identity.tenant,
+            "sub": identity.subject,
+            "roles": list(identity.roles),
+            "iat": int(now_s),
+            "exp": math.ceil(now_s + ttl_s),
+        }
+        return str(jwt.encode(claims, self._auth.jwt_secret, algorithm=ALGORITHM))
+
+
+def check_listen(address: str, auth: Auth) -> None:
+    """Raise InvalidSettings when an address other hosts can reach is configured without a token.
+
+    >>> check_listen("127.0.0.1:5558", Auth())
+    >>> check_listen("0.0.0.0:5558", Auth())  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    penstock.model.errors.InvalidSettings: 0.0.0.0:5558 can be reached from other hosts, ...
+    """
+    if not address or auth.admin_token or auth.jwt_secret:
+        return
+    host = address.rpartition(":")[0].strip("[]")
+    if not is_loopback(host):
+        raise InvalidSettings(
+            f"{address} can be reached from other hosts, and nobody would have to show a token. Set "
+            "auth.jwt_secret or auth.admin_token, or listen on 127.0.0.1",
+            address=address,
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address means this host and is reached without a network.
+
+    >>> is_loopback("::1"), is_loopback("127.8.8.8"), is_loopback("10.0.0.1"), is_loopback("")
+    (True, True, False, False)
+    """
+    if host.lower() == "localhost":
+        return True
+    try:
+        found = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = getattr(found, "ipv4_mapped", None)
+    return (mapped or found).is_loopback
+
+
+def _trusted(tenant: str, subject: str, loopback: bool) -> Identity:
+    if not loopback:
+        raise NotAuthenticated(
+            "without auth.jwt_secret or auth.admin_token only callers on the broker's own host come "
+            "in. Set one of them there, and show a token"
+        )
+    return _named(tenant or "default", subject or "local", (ADMIN,))
+
+
+def _named(tenant: str, subject: str, roles: tuple[str, ...]) -> Identity:
+    """An identity whose names can stand in topics, logs and audit records."""
+    if not _TENANT.fullmatch(tenant):
+        raise AccessDenied(
+            f"no tenant can be called {tenant[:MAX_WORD_BYTES]!r}: it is one topic word of 1 to "
+            f"{MAX_WORD_BYTES} letters, digits, '_' and '-'",
+            tenant=tenant[:MAX_WORD_BYTES],
+        )
+    if not 0 < len(subject) <= MAX_SUBJECT_CHARACTERS or not subject.isprintable():
+        raise AccessDenied(
+            f"a subject has 1 to {MAX_SUBJECT_CHARACTERS} printable characters", tenant=tenant
+        )
+    return Identity(tenant, subject, roles)
+
+
+def _bytes(token: str) -> bytes:
+    return token.encode("utf-8", "surrogatepass")
+
+
+def _pyjwt() -> Any:
+    try:
+        import jwt
+    except ImportError as error:
+        raise MissingExtra(
+            "tokens that name a tenant need PyJWT: pip install 'penstock[server]'", extra="server"
+        ) from error
+    return jwt

@@ -1,0 +1,180 @@
+"""Structured logs of the daemon: one line for each record on stderr, as text or as JSON.
+
+A record is an event in a few words, and fields beside it, which `extra` carries:
+
+    log = logging.getLogger("penstock.server")
+    log.info("client connected", extra={"peer": "10.0.0.7:40112", "tenant": "acme"})
+
+Lines are written by a thread, so that a terminal or a pipe that nobody reads never stops the
+broker; what does not fit its queue is counted and told later.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import queue
+import re
+import sys
+import threading
+import time
+from typing import Any, Literal, TextIO
+
+import msgspec
+
+ROOT = "penstock"
+QUEUE_LINES = 10_000  # a few MB: minutes of a busy broker, and never more than that in memory
+FLUSH_S = 2.0  # how long an ending process waits for its reader; after that the lines are lost
+MAX_FIELD_CHARS = 2_000  # a peer may choose what is in a field: it gets no more room than this
+OWN = frozenset({"time", "level", "event", "logger", "error"})
+"""Names of a line itself; a field of that name is shown as `field_...`."""
+_BARE = frozenset(
+    {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName", "color_message"}
+)
+"""What a record has without anybody's fields; the last one is uvicorn's."""
+_PLAIN = re.compile(r"[\w.:/@+,\[\]-]+")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+Format = Literal["text", "json"]
+Level = Literal["debug", "info", "warning", "error"]
+
+
+def configure(form: Format, level: Level, stream: TextIO | None = None) -> Background:
+    """Set logging up for this process, for our records and everybody else's; again replaces it.
+
+    Libraries are heard from `warning` on. Close what is returned before the process ends.
+    """
+    root = logging.getLogger()
+    for old in [each for each in root.handlers if isinstance(each, Background)]:
+        root.removeHandler(old)
+        old.close()
+    handler = Background(sys.stderr if stream is None else stream)
+    handler.setFormatter(JsonLines() if form == "json" else TextLines())
+    root.addHandler(handler)
+    root.setLevel(logging.WARNING)
+    logging.getLogger(ROOT).setLevel(level.upper())
+    return handler
+
+
+class Background(logging.Handler):
+    """Hands lines to a thread that writes them; never waits."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self.dropped = 0
+        """Lines that found the queue full and nobody has been told about yet."""
+        self._stream = stream
+        self._lines: queue.Queue[str | None] = queue.Queue(QUEUE_LINES)
+        self._thread = threading.Thread(target=self._run, name="penstock-log", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take one record; called with the handler's lock held."""
+        try:
+            line = self.format(record)
+        except Exception as error:  # a field that cannot be shown must not stop what it tells about
+            line = f"a log record of {record.name} cannot be shown: {error!r}"
+        try:
+            if self.dropped:
+                self._lines.put_nowait(self._confession())
+                self.dropped = 0
+            self._lines.put_nowait(line)
+        except queue.Full:
+            self.dropped += 1
+
+    def _confession(self) -> str:
+        fields = {"count": self.dropped, "why": "nobody read stderr fast enough"}
+        about = {"name": ROOT, "msg": "log lines were lost", "levelname": "WARNING"}
+        return self.format(logging.makeLogRecord({**about, **fields}))
+
+    def _run(self) -> None:
+        while (line := self._lines.get()) is not None:
+            try:
+                self._stream.write(line + "\n")
+                if self._lines.empty():
+                    self._stream.flush()
+            except (OSError, ValueError):
+                # Stderr is gone, and there is nowhere left to say so.
+                return
+
+    def flush(self) -> None:
+        """The thread flushes whenever it has caught up."""
+
+    def close(self) -> None:
+        """Write what waits, for a short time, and end the thread."""
+        deadline = time.monotonic() + FLUSH_S
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            try:
+                self._lines.put(None, timeout=0.05)
+                break
+            except queue.Full:
+                continue
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        super().close()
+
+
+def _moment(record: logging.LogRecord) -> str:
+    at = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+    return at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    return {
+        (f"field_{name}" if name in OWN else name): _bounded(value)
+        for name, value in vars(record).items()
+        if name not in _BARE
+    }
+
+
+def _bounded(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    text = value if isinstance(value, str) else msgspec.json.encode(value, enc_hook=str).decode()
+    if len(text) > MAX_FIELD_CHARS:
+        return f"{text[:MAX_FIELD_CHARS]}... ({len(text)} characters)"
+    return value
+
+
+class TextLines(logging.Formatter):
+    """`2026-01-31T09:00:00.000Z info    client connected  peer=10.0.0.7:40112 tenant=acme`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line, whatever is in the fields; a traceback follows on lines of its own."""
+        head = f"{_moment(record)} {record.levelname.lower():<7} {record.getMessage()}"
+        fields = " ".join(f"{name}={_shown(value)}" for name, value in _fields(record).items())
+        # A client may choose what is in a field: it must not steer the terminal it is read on.
+        line = _CONTROL.sub(_visible, f"{head}  {fields}".rstrip())
+        if record.exc_info:
+            line += "\n" + self.formatException(record.exc_info)
+        return line
+
+
+def _visible(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape").decode()
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, str) and _PLAIN.fullmatch(value) and value.isascii():
+        return value
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return msgspec.json.encode(value, enc_hook=str).decode()
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line: time, level, event, logger, and the fields beside them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line; a traceback is the field `error`."""
+        entry: dict[str, Any] = {
+            "time": _moment(record),
+            "level": record.levelname.lower(),
+            "event": record.getMessage(),
+            "logger": record.name,
+            **_fields(record),
+        }
+        if record.exc_info:
+            entry["error"] = self.formatException(record.exc_info)
+        # JSON itself would let some through that terminals obey; they stand inside strings only.
+        text = msgspec.json.encode(entry, enc_hook=str).decode()
+        return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)

@@ -1,0 +1,246 @@
+"""Metrics: the engine and the broker's counters as Prometheus sees them (rows X10 and Q10).
+
+The numbers are collected on the loop, where nothing changes meanwhile, and written out as text in
+a thread. The registry is our own: what else lives in the process does not show up here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from penstock.engines.embedded import EmbeddedEngine
+from penstock.model.errors import MissingExtra
+from penstock.server.metrics_catalogue import FAMILIES, Family
+from penstock.server.metrics_counters import BOUNDS_S, Counters, Histogram
+from penstock.server.metrics_engine import (
+    Retained,
+    Standing,
+    disk_full,
+    pending_bytes,
+    quotas,
+    standings,
+)
+from penstock.server.pressure import Gauge, Pressure
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.routing import Route
+
+Sample = tuple[str, tuple[str, ...], float]
+"""Name, label values, value."""
+
+_BOUND_TEXTS = [*map(str, BOUNDS_S), "+Inf"]
+
+
+class Metrics:
+    """Reads an open engine, the counters and the pressure; `collect` is what a scrape needs."""
+
+    def __init__(self, engine: EmbeddedEngine, counters: Counters, gauge: Gauge) -> None:
+        self._engine = engine
+        self._counters = counters
+        self._gauge = gauge
+        self._retained = Retained(counters.labels)
+        try:
+            self._version = version("penstock")
+        except PackageNotFoundError:  # run from its sources
+            self._version = "unknown"
+
+    def collect(self) -> list[Metric]:
+        """Every family of the catalogue with its samples as of now; call it on the loop."""
+        known = standings(self._engine)
+        values: dict[str, list[tuple[tuple[str, ...], float]]] = {name: [] for name in FAMILIES}
+        for part in (
+            self._traffic(),
+            self._failures(),
+            self._groups(known),
+            self._clients(),
+            self._storage(),
+            _pressure(self._gauge.read(known)),
+        ):
+            for name, labels, value in part:
+                values[name].append((labels, value))
+        histograms = {
+            "penstock_publish_seconds": self._counters.publish,
+            "penstock_delivery_seconds": self._counters.delivery,
+        }
+        return [
+            _histogram(family, histograms[name])
+            if family.kind == "histogram"
+            else _plain(family, values[name])
+            for name, family in FAMILIES.items()
+        ]
+
+    def _traffic(self) -> Iterator[Sample]:
+        yield "penstock_build_info", (self._version,), 1
+        for pair, flow in self._counters.flows.items():
+            yield "penstock_published_events_total", pair, flow.published_events
+            yield "penstock_published_bytes_total", pair, flow.published_bytes
+            yield "penstock_delivered_events_total", pair, flow.delivered_events
+            yield "penstock_delivered_bytes_total", pair, flow.delivered_bytes
+            yield "penstock_replayed_events_total", pair, flow.replayed_events
+            yield "penstock_duplicate_events_total", pair, flow.duplicate_events
+        for kind, events in self._counters.settled_events.items():
+            yield "penstock_settled_events_total", (kind,), events
+
+    def _failures(self) -> Iterator[Sample]:
+        engine, counters = self._engine, self._counters
+        for refusal, count in counters.refusals.items():
+            yield "penstock_refused_publishes_total", refusal, count
+        for reason, count in counters.held_back.items():
+            yield "penstock_backpressure_total", (reason,), count
+        for code, count in counters.frame_errors.items():
+            yield "penstock_frame_errors_total", (code,), count
+        for pair, count in counters.dead_letters.items():
+            yield "penstock_dead_letters_total", pair, count
+        for pair, count in counters.dead_letters_replayed.items():
+            yield "penstock_dead_letters_replayed_total", pair, count
+        yield "penstock_dead_letters_kept", (), len(engine.state.dead)
+        yield "penstock_problem", ("writer",), float(engine.commits.failed is not None)
+        yield "penstock_problem", ("housekeeping",), float(engine.housekeeper.problem is not None)
+        yield "penstock_problem", ("disk",), float(disk_full(engine))
+
+    def _groups(self, known: dict[str, Standing]) -> Iterator[Sample]:
+        folded: dict[str, Standing] = {}
+        for name, each in known.items():
+            label = self._counters.labels.group(name)
+            folded[label] = each if label not in folded else _together(folded[label], each)
+        for label, each in folded.items():
+            yield "penstock_group_lag_events", (label,), each.lag
+            yield "penstock_group_outstanding_events", (label,), each.outstanding
+            yield "penstock_group_oldest_seconds", (label,), each.oldest_s
+            yield "penstock_group_waiting_seconds", (label,), each.waiting_s
+            yield "penstock_group_members", (label,), each.members
+        yield "penstock_groups", (), len(known)
+
+    def _clients(self) -> Iterator[Sample]:
+        engine, counters = self._engine, self._counters
+        yield "penstock_connections", (), counters.connections
+        yield "penstock_connections_opened_total", (), counters.connections_opened
+        worst: dict[tuple[str, str], float] = {}
+        for quota in quotas(engine.admission, engine.runtime.now()):
+            key = counters.labels.tenant(quota.tenant), quota.quota
+            worst[key] = max(worst.get(key, 0.0), quota.ratio)
+        for key, ratio in worst.items():
+            yield "penstock_quota_usage_ratio", key, ratio
+
+    def _storage(self) -> Iterator[Sample]:
+        engine = self._engine
+        manifest = engine.log.manifest
+        self._retained.update(manifest.segments())
+        for pair, size in self._retained.bytes.items():
+            yield "penstock_retained_bytes", pair, size
+        journal, segments = engine.journal.written_bytes, engine.housekeeper.bytes_out
+        published = self._counters.published_bytes()
+        written = journal + segments
+        yield "penstock_disk_written_bytes_total", ("journal",), journal
+        yield "penstock_disk_written_bytes_total", ("segments",), segments
+        yield "penstock_write_amplification_ratio", (), written / published if published else 0.0
+        yield "penstock_commits_total", (), engine.commits.commits
+        yield "penstock_journal_pending_bytes", (), pending_bytes(engine)
+        yield "penstock_journal_backlog_bytes", (), engine.brake.backlog_bytes
+        yield "penstock_segment_bytes", (), manifest.total_bytes
+        yield "penstock_topics", (), len(engine.state.topics)
+        yield "penstock_scheduled_events", (), len(engine.state.schedule.delayed)
+        yield "penstock_dedup_tokens", (), sum(map(len, engine.fold.dedup.values()))
+        yield (
+            "penstock_audit_behind_bytes",
+            (),
+            max(0, engine.journal.durable - engine.audit.position),
+        )
+
+
+def _pressure(pressure: Pressure) -> Iterator[Sample]:
+    yield "penstock_pressure_ratio", (), pressure.pressure
+    for resource, ratio in pressure.saturation.items():
+        yield "penstock_saturation_ratio", (resource,), ratio
+    for objective, rates in pressure.burn.items():
+        for window, rate in rates.items():
+            yield "penstock_slo_burn_ratio", (objective, window), rate
+    yield "penstock_p99_seconds", ("publish",), pressure.publish_p99_s
+    yield "penstock_p99_seconds", ("delivery",), pressure.delivery_p99_s
+
+
+def _together(one: Standing, other: Standing) -> Standing:
+    """Two groups under one label: sums of events and members, the higher of ages."""
+    return Standing(
+        one.lag + other.lag,
+        one.outstanding + other.outstanding,
+        max(one.oldest_s, other.oldest_s),
+        max(one.waiting_s, other.waiting_s),
+        one.members + other.members,
+        one.held + other.held,
+        one.credit + other.credit,
+    )
+
+
+def _plain(family: Family, samples: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
+    core = _prometheus().core
+    kind = core.CounterMetricFamily if family.kind == "counter" else core.GaugeMetricFamily
+    metric: Metric = kind(family.name, family.about, labels=family.labels)
+    for labels, value in samples:
+        metric.add_metric(labels, value)  # type: ignore[attr-defined]
+    return metric
+
+
+def _histogram(family: Family, histograms: dict[str, Histogram]) -> Metric:
+    metric = _prometheus().core.HistogramMetricFamily(
+        family.name, family.about, labels=family.labels
+    )
+    for tenant, histogram in histograms.items():
+        below, buckets = 0, []
+        for bound, count in zip(_BOUND_TEXTS, histogram.counts, strict=True):
+            below += count
+            buckets.append((bound, below))
+        metric.add_metric([tenant], buckets, histogram.sum_s)
+    done: Metric = metric
+    return done
+
+
+def _prometheus() -> Any:
+    try:
+        import prometheus_client.core
+    except ImportError:
+        raise MissingExtra(
+            "metrics need prometheus-client: pip install 'penstock[server]'"
+        ) from None
+    return prometheus_client
+
+
+class _Collected:
+    """What was collected, for a registry to write out."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families
+
+
+def metrics_routes(collect: Callable[[], list[Metric]]) -> list[Route]:
+    """`GET /metrics` for an application of Starlette's; `collect` is `Metrics.collect`."""
+    prometheus = _prometheus()
+    try:
+        from starlette.responses import Response as Answer
+        from starlette.routing import Route as Way
+    except ImportError:
+        raise MissingExtra(
+            "the HTTP side of the broker needs Starlette: pip install 'penstock[server]'"
+        ) from None
+    one_at_a_time = asyncio.Lock()
+
+    async def answer(request: Request) -> Response:
+        """Metrics, in the text format of Prometheus or OpenMetrics."""
+        encoder, kind = prometheus.exposition.choose_encoder(request.headers.get("accept", ""))
+        async with one_at_a_time:  # however many ask: the loop pays for one scrape at a time
+            registry = prometheus.CollectorRegistry(auto_describe=False)
+            prometheus.ProcessCollector(registry=registry)
+            registry.register(_Collected(collect()))
+            text = await asyncio.to_thread(encoder, registry)
+        return Answer(text, headers={"content-type": kind})
+
+    return [Way("/metrics", answer, methods=["GET"])]

@@ -1,0 +1,242 @@
+"""What metrics and /pressure read from a running engine: groups, quotas, retained bytes, saturation.
+
+Everything here runs on the engine's loop and only looks. A look costs a step for each lease, run,
+lane or changed segment, never one for each event.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import NamedTuple
+
+import msgspec
+
+from penstock.core.admission import Admission
+from penstock.core.delivery import QueueGroup
+from penstock.core.lease import OUT, Run
+from penstock.core.quota import Bucket
+from penstock.core.state import Place
+from penstock.engines.embedded import EmbeddedEngine
+from penstock.log.eventlog import EventLog
+from penstock.log.segment import Range, SegmentInfo
+from penstock.server.metrics_counters import OTHER, Labels
+
+
+class Standing(msgspec.Struct):
+    """How one group is doing. Ages are in seconds since an event was appended."""
+
+    lag: int
+    """Events it has still to settle: waiting, handed out or between two attempts."""
+    outstanding: int
+    """Those of them that were handed out or wait for another attempt."""
+    oldest_s: float
+    """Age of the oldest one that is not settled: the queue's age."""
+    waiting_s: float
+    """Age of the oldest one that was never handed out: what more consumers would help."""
+    members: int
+    held: int
+    """Events in the hands of members now."""
+    credit: int
+    """Events the members offered to hold."""
+    mode: str = "queue"
+
+
+class Owed(NamedTuple):
+    """What a queue group has begun and not settled."""
+
+    events: int
+    lowest: dict[Place, int]
+    """The lowest such offset in each partition."""
+
+
+def standings(engine: EmbeddedEngine) -> dict[str, Standing]:
+    """How every group is doing now."""
+    now_us = engine.runtime.wall_us()
+    return {name: _standing(engine, name, now_us) for name in engine.state.groups}
+
+
+def _standing(engine: EmbeddedEngine, name: str, now_us: int) -> Standing:
+    machine = engine.dispatcher.groups.get(name)
+    if machine is not None:
+        return _queue_standing(engine.log, machine, now_us)
+    cursors = engine.state.groups[name].cursors
+    lag, since_us = 0, None
+    for (topic, partition), cursor in cursors.items():
+        behind = engine.log.partition(topic, partition).end - cursor
+        if behind > 0:
+            lag += behind
+            since_us = _earlier(since_us, appended_us(engine.log, (topic, partition), cursor))
+    age_s = _age_s(since_us, now_us)
+    readers = engine.groups.logs[name].readers if name in engine.groups.logs else {}
+    return Standing(lag, 0, age_s, age_s, len(readers), 0, 0, "log")
+
+
+def _queue_standing(log: EventLog, machine: QueueGroup, now_us: int) -> Standing:
+    owed = owed_by(machine)
+    lag = owed.events
+    waiting_us = oldest_us = None
+    for place, lane in machine.lanes.items():
+        if lane.cursor < lane.end:
+            lag += lane.end - lane.cursor
+            waiting_us = _earlier(waiting_us, appended_us(log, place, lane.cursor))
+    for place, offset in owed.lowest.items():
+        oldest_us = _earlier(oldest_us, appended_us(log, place, offset))
+    if waiting_us is not None:
+        oldest_us = _earlier(oldest_us, waiting_us)
+    members = machine.members.values()
+    return Standing(
+        lag,
+        owed.events,
+        _age_s(oldest_us, now_us),
+        _age_s(waiting_us, now_us),
+        len(members),
+        sum(member.inflight for member in members),
+        sum(member.max_inflight for member in members),
+    )
+
+
+def owed_by(machine: QueueGroup) -> Owed:
+    """Count what a machine has not settled by leases and runs, not by events."""
+    events = 0
+    lowest: dict[Place, int] = {}
+    for lease in machine.leases.values():
+        events += lease.open
+        _lower(
+            lowest, (lease.lane.topic, lease.lane.partition), lease.start + lease.states.find(OUT)
+        )
+    for run in _runs_between_attempts(machine):
+        events += run.count
+        _lower(lowest, (run.lane.topic, run.lane.partition), run.start)
+    return Owed(events, lowest)
+
+
+def _runs_between_attempts(machine: QueueGroup) -> Iterator[Run]:
+    for lane, offset in machine._dying:
+        yield Run(lane, offset, 1, 0)
+    gate = machine._gate
+    yield from chain(
+        machine._ready,
+        machine._unseen,
+        machine._priorities.waiting(),
+        () if gate is None else gate.waiting(),
+        () if machine.starved is None else (machine.starved,),
+        (run for _, _, run in machine._retries),
+    )
+
+
+def _lower(lowest: dict[Place, int], place: Place, offset: int) -> None:
+    known = lowest.get(place)
+    if known is None or offset < known:
+        lowest[place] = offset
+
+
+def appended_us(log: EventLog, place: Place, offset: int) -> int:
+    """When an event was appended: as recorded in the journal, in a sealed segment as estimated.
+
+    A segment says when its first and last events came; those between are taken as evenly spread.
+    """
+    part = log.partition(*place)
+    if part.bases and offset >= part.bases[0]:
+        return part.times[bisect_right(part.bases, offset) - 1]
+    found = log.manifest.find(*place, offset)
+    if found is None:  # retention took it: what is left begins here
+        return part.times[0] if part.bases else part.last_time_us
+    stretch = found[1]
+    share = max(0, offset - stretch.first_offset) / stretch.rows
+    return stretch.first_time_us + int(share * (stretch.last_time_us - stretch.first_time_us))
+
+
+def _earlier(known_us: int | None, time_us: int) -> int:
+    return time_us if known_us is None else min(known_us, time_us)
+
+
+def _age_s(since_us: int | None, now_us: int) -> float:
+    return 0.0 if since_us is None else max(0, now_us - since_us) / 1e6
+
+
+class Quota(NamedTuple):
+    """How much of one limit a tenant uses; 1 is all of it."""
+
+    tenant: str
+    quota: str
+    ratio: float
+
+
+def quotas(admission: Admission, now_s: float) -> Iterator[Quota]:
+    """Every limit that is set for a tenant, and how much of it is used."""
+    for name, tenant in admission._tenants.items():
+        limits = tenant.limits
+        stored = tenant.stored_bytes + tenant.ingress_bytes
+        for quota, used, allowed in (
+            ("max_inflight", tenant.inflight, limits.max_inflight),
+            ("max_queued", tenant.queued, limits.max_queued),
+            ("max_ingress", tenant.ingress, limits.max_ingress),
+            ("storage_bytes", stored, limits.storage_bytes),
+        ):
+            if allowed is not None:
+                yield Quota(name, quota, _ratio(used, allowed))
+        for quota, bucket in (
+            ("events_per_s", tenant.by_events),
+            ("bytes_per_s", tenant.by_bytes),
+            ("replays_per_minute", tenant.by_replays),
+        ):
+            if bucket is not None:
+                yield Quota(name, quota, _spent(bucket, now_s))
+
+
+def _spent(bucket: Bucket, now_s: float) -> float:
+    """The share of a bucket that is used up, after what it has earned meanwhile."""
+    bucket.wait_s(0, now_s)
+    return _ratio(bucket.capacity - bucket._tokens, bucket.capacity)
+
+
+def _ratio(used: float, allowed: float) -> float:
+    """Use against a limit; a limit of zero is always reached."""
+    return max(0.0, used / allowed) if allowed else 1.0
+
+
+def saturation(engine: EmbeddedEngine) -> dict[str, float]:
+    """How full each part of the engine is: 1 is at its limit, 0 also where there is none."""
+    ingress = engine.admission.limits.max_global_ingress
+    return {
+        "ingress": 0.0 if ingress is None else _ratio(engine.admission._ingress, ingress),
+        "pending": pending_bytes(engine) / engine.settings.journal.pending_max_bytes,
+        "backlog": engine.brake.pressure(),
+        "storage": float(disk_full(engine)),
+    }
+
+
+def disk_full(engine: EmbeddedEngine) -> bool:
+    """Whether publishes are refused for want of room on the disk or under a write-once limit."""
+    return engine.commits._full is not None or engine.housekeeper.shortage_bytes > 0
+
+
+def pending_bytes(engine: EmbeddedEngine) -> int:
+    """Bytes that wait for the next commit."""
+    return engine.commits._pending.bytes
+
+
+class Retained:
+    """Sealed bytes by tenant and topic, kept up to date from the segments that came and went."""
+
+    def __init__(self, labels: Labels) -> None:
+        self.bytes: dict[tuple[str, str], int] = {}
+        self._labels = labels
+        self._seen: dict[int, SegmentInfo] = {}
+
+    def update(self, segments: Iterable[SegmentInfo]) -> None:
+        """Look at the live segments again; only those that are new or gone cost anything."""
+        live = {info.id: info for info in segments}
+        for gone in self._seen.keys() - live.keys():
+            self._count(self._seen[gone].ranges, -1)
+        for new in live.keys() - self._seen.keys():
+            self._count(live[new].ranges, 1)
+        self._seen = live
+
+    def _count(self, ranges: Iterable[Range], sign: int) -> None:
+        for each in ranges:
+            tenant = each.tenants[0] if len(each.tenants) == 1 else OTHER
+            pair = self._labels.pair(tenant, each.topic)
+            self.bytes[pair] = self.bytes.get(pair, 0) + sign * each.event_bytes

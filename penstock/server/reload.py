@@ -1,0 +1,186 @@
+"""Reload: new admission limits while the broker runs, from the file it was started with.
+
+A broker reads its settings file again on SIGHUP and when the file changes. Admission limits take
+effect at once; every other setting waits for a restart, and the log says which ones do. A file with
+a mistake changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from penstock.core.quota import AdmissionLimits
+from penstock.model.errors import PenstockError
+
+if TYPE_CHECKING:
+    from penstock.core.admission import Admission
+    from penstock.model.settings import Settings
+
+log = logging.getLogger("penstock.server.reload")
+
+LOOK_S = 1.0
+"""Between two looks at the file. A change counts once it has rested for one look, so that a file
+is not read while an editor writes it."""
+
+MAX_NAMED = 20
+"""Changed settings that one log line names; more are counted."""
+
+KEPT = "the limits in force"
+
+SECRETS = frozenset({"auth", "curve_secret_key"})
+"""Words in a name whose value is not written to a log."""
+
+Stamp = tuple[int, int, int]
+
+
+def broker_settings(settings: Settings) -> Settings:
+    """Settings with the limits of a broker where none are set: a broker does not trust its clients.
+
+    >>> from penstock.model.settings import Admission, Settings
+    >>> broker_settings(Settings(admission=Admission(max_queued_direct=7))).admission.max_queued_direct
+    7
+    >>> broker_settings(Settings()).admission.max_global_ingress
+    8192
+    """
+    defaults, admission = AdmissionLimits(), settings.admission
+    filled = {
+        name: getattr(defaults, name)
+        for name in admission.__struct_fields__
+        if getattr(admission, name) is None
+    }
+    return msgspec.structs.replace(settings, admission=msgspec.structs.replace(admission, **filled))
+
+
+def limits_of(settings: Settings) -> AdmissionLimits:
+    """The admission group as the admission machine takes it."""
+    return msgspec.convert(settings.admission, AdmissionLimits, from_attributes=True)
+
+
+class Reloader:
+    """Puts what a settings file says about admission in force, again and again."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        settings: Settings,
+        load: Callable[[], Settings],
+        path: str | Path | None,
+    ) -> None:
+        self.settings = settings
+        """What is in force for admission, and what the rest would be after a restart."""
+        self._admission = admission
+        self._started = settings
+        self._load = load
+        self._path = None if path is None else Path(path)
+        self._wake = asyncio.Event()
+        self._loaded = self._stamp()
+
+    def request(self) -> None:
+        """Read the file again now: what SIGHUP does."""
+        self._wake.set()
+
+    async def watch(self) -> None:
+        """Reload on request and when the file changes, for as long as it is not cancelled."""
+        before = self._loaded
+        while True:
+            asked = await self._pause()
+            now = await asyncio.to_thread(self._stamp)
+            if asked or (now == before and now not in (None, self._loaded)):
+                await self.reload("SIGHUP" if asked else "the file changed")
+            elif now is None and before is not None and self._path is not None:
+                log.warning("settings file gone", extra={"file": str(self._path), "kept": KEPT})
+            before = now
+
+    async def _pause(self) -> bool:
+        """Wait for a request or for the next look; True for a request."""
+        try:
+            async with asyncio.timeout(LOOK_S):
+                await self._wake.wait()
+        except TimeoutError:
+            return False
+        self._wake.clear()
+        return True
+
+    async def reload(self, why: str) -> bool:
+        """Read the file and put its admission limits in force; False when it was refused."""
+        about = {"why": why, "file": str(self._path or "none")}
+        stamp = await asyncio.to_thread(self._stamp)
+        try:
+            settings = broker_settings(await asyncio.to_thread(self._load))
+            limits = limits_of(settings)
+            self._admission.reload(limits)
+        except (PenstockError, OSError, ValueError) as error:
+            log.error("reload refused", extra={**about, "problem": str(error), "kept": KEPT})
+            return False
+        except Exception:
+            log.exception("reload failed", extra={**about, "kept": KEPT})
+            return False
+        finally:
+            self._loaded = stamp  # a refused file is not tried again before it changes
+        self._report(about, settings)
+        self.settings = settings
+        return True
+
+    def _report(self, about: dict[str, str], settings: Settings) -> None:
+        changed = changes(self.settings, settings)
+        now = {key: pair for key, pair in changed.items() if key.startswith("admission.")}
+        if now:
+            named = dict(list(now.items())[:MAX_NAMED])
+            log.info("limits changed", extra={**about, "count": len(now), "changes": named})
+        else:
+            log.info("limits unchanged", extra=about)
+        later = [key for key in changes(self._started, settings) if not key.startswith("admission.")]  # fmt: skip
+        if later:
+            fields = {"count": len(later), "settings": later[:MAX_NAMED]}
+            log.warning("settings wait for a restart", extra=fields)
+
+    def _stamp(self) -> Stamp | None:
+        """What tells one content of the file from the next; None when there is no file."""
+        try:
+            status = None if self._path is None else self._path.stat()
+        except OSError:
+            status = None
+        return None if status is None else (status.st_mtime_ns, status.st_size, status.st_ino)
+
+
+def changes(before: Settings, after: Settings) -> dict[str, tuple[Any, Any]]:
+    """Each setting that differs, with both values; secrets are not shown.
+
+    >>> from penstock.model.settings import Admission, Settings
+    >>> changes(Settings(), Settings(admission=Admission(max_global_ingress=5)))
+    {'admission.max_global_ingress': (None, 5)}
+    """
+    old, new = flat(before), flat(after)
+    return {
+        key: ("hidden", "hidden") if hidden(key) else (old.get(key), new.get(key))
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    }
+
+
+def hidden(key: str) -> bool:
+    """Whether a setting is a secret."""
+    return not SECRETS.isdisjoint(key.split(".")) or key == "client.token"
+
+
+def flat(settings: Settings) -> dict[str, Any]:
+    """Every setting by its dotted name, each limit of each tenant on its own."""
+    found: dict[str, Any] = {}
+    for group in settings.__struct_fields__:
+        table = getattr(settings, group)
+        for field in table.__struct_fields__:
+            value = getattr(table, field)
+            if not isinstance(value, dict):
+                found[f"{group}.{field}"] = value
+                continue
+            for tenant, limits in value.items():
+                for name in limits.__struct_fields__:
+                    if getattr(limits, name) is not None:
+                        found[f"{group}.{field}.{tenant}.{name}"] = getattr(limits, name)
+    return found

@@ -1,0 +1,83 @@
+"""The TCP transport of the broker: it listens, and keeps the connections."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Protocol
+
+from penstock.model.errors import InvalidSettings
+from penstock.model.settings import Settings
+from penstock.server.link import Link
+from penstock.server.tcp_link import HANDSHAKE_S, LINGER_S, Connection, TcpLink
+from penstock.server.tls import server_tls
+from penstock.wire.stream import SCRATCH_BYTES
+
+BACKLOG = 512
+# Connections that are still shaking hands, beyond server.max_connections.
+MAX_STRANGERS = 256
+LOOK_AGAIN_S = 0.01
+
+
+class Connections(Protocol):
+    """What this transport asks of the broker."""
+
+    def connected(self, link: Link) -> Any:
+        """A Connection for a link; raises when there are too many."""
+        ...
+
+
+class TcpServer:
+    """Listens, and keeps the links."""
+
+    def __init__(self, settings: Settings, broker: Connections) -> None:
+        self.settings = settings
+        self.broker = broker
+        self.links: set[TcpLink] = set()
+        self.scratch = bytearray(SCRATCH_BYTES)
+        self._server: asyncio.Server | None = None
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; returns the port, which port 0 leaves to the operating system."""
+        context = server_tls(self.settings.server)
+        try:
+            self._server = await asyncio.get_running_loop().create_server(
+                lambda: TcpLink(self),
+                host,
+                port,
+                backlog=BACKLOG,
+                ssl=context,
+                ssl_handshake_timeout=None if context is None else HANDSHAKE_S,
+            )
+        except OSError as error:
+            raise InvalidSettings(
+                f"server.tcp: cannot listen on {host}:{port}: {error}. Stop whoever has the port, "
+                "or set another address; port 0 takes any free one",
+                key="server.tcp",
+            ) from error
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def stop(self) -> None:
+        """Stop listening and end every connection, sending what is queued."""
+        server, self._server = self._server, None
+        if server is None:
+            return
+        server.close()
+        for link in list(self.links):
+            link.close()
+        for _ in range(int(LINGER_S / LOOK_AGAIN_S)):
+            if not self.links:
+                break
+            await asyncio.sleep(LOOK_AGAIN_S)
+        for link in list(self.links):
+            link.abort("the broker stops")
+        await server.wait_closed()
+
+    def connected(self, link: Link) -> Connection:
+        """Show a link to the broker; raises when it takes no more."""
+        connection: Connection = self.broker.connected(link)
+        return connection
+
+    @property
+    def full(self) -> bool:
+        """Whether so many sockets are open that no stranger is let in."""
+        return len(self.links) >= self.settings.server.max_connections + MAX_STRANGERS

@@ -1,0 +1,368 @@
+"""TcpLink: one connection of a client over TCP, as the broker sees it.
+
+The first byte of a connection decides: 0xFE opens a negotiation, an old command makes the client an
+old one (penstock.server.oldclient). A client has HANDSHAKE_S until the broker welcomes it, and until
+then may send only small frames. Whoever breaks the protocol hears why, and is cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+from typing import Any, Protocol
+
+from penstock.engines.outbox import Outbox, keep_alive
+from penstock.model.errors import PenstockError, ProtocolViolation
+from penstock.model.settings import Settings
+from penstock.server.link import Link
+from penstock.server.oldclient import OldClient
+from penstock.wire import oldcommand
+from penstock.wire.fault import to_fault
+from penstock.wire.frame import Frame, Kind, Mark
+from penstock.wire.mark import for_mark, from_mark, marks
+from penstock.wire.message import encode
+from penstock.wire.negotiation import MARKS, NEGOTIATE, answer, choose, refuse
+from penstock.wire.stream import (
+    COMPRESSORS,
+    Message,
+    StreamReader,
+    decode_frame,
+    encode_frame,
+)
+
+log = logging.getLogger("penstock.server.tcp")
+
+# From connecting to being welcomed; a client that says nothing costs a socket for this long.
+HANDSHAKE_S = 10.0
+# Largest frame of a client that was not welcomed yet: room for a Hello that resumes a large session.
+STRANGER_FRAME_BYTES = 1 << 20
+# Unread bytes of a client, as a multiple of server.send_buffer_bytes, at which it is cut off.
+ABORT_FACTOR = 4
+# Requests of this size are counted until they are answered; while one client has more than
+# UNANSWERED_BYTES of them, no more is read from it: memory stays bounded, TCP slows it down.
+COUNTED_BYTES = 4 << 10
+UNANSWERED_BYTES = 64 << 20
+# A connection that ends hears why: its last words get this long to arrive, and of what it still
+# sends this much is read and thrown away, since closing with unread bytes would destroy them.
+LINGER_S = 2.0
+LINGER_BYTES = 4 << 20
+
+
+class Connection(Protocol):
+    """What the broker gives for a link."""
+
+    def received(self, frame: Frame) -> None:
+        """A frame arrived."""
+        ...
+
+    def lost(self, reason: str) -> None:
+        """The connection is gone; called once for each connection, closed or broken."""
+        ...
+
+
+class Host(Protocol):
+    """What a link asks of the server that made it."""
+
+    settings: Settings
+    links: set[TcpLink]
+    scratch: bytearray
+
+    @property
+    def full(self) -> bool:
+        """Whether so many sockets are open that no stranger is let in."""
+        ...
+
+    def connected(self, link: Link) -> Connection:
+        """Show a link to the broker; raises when it takes no more."""
+        ...
+
+
+class TcpLink(asyncio.BufferedProtocol):
+    """One connection of one client over TCP."""
+
+    def __init__(self, server: Host) -> None:
+        self.peer = "?"
+        self.loopback = False
+        self.holding = False
+        """Nothing is read from the client at the moment; it cannot be blamed for its silence."""
+        self._server = server
+        self._settings = server.settings.server
+        self._reader = StreamReader(STRANGER_FRAME_BYTES, server.scratch)
+        self._connection: Connection | None = None
+        self._old: OldClient | None = None
+        self._first = True
+        self._greeting = False
+        self._mark = 0
+        self._compressor = 0
+        self._largest_bytes = 0
+        self._unanswered: dict[int, int] = {}
+        self._unanswered_bytes = 0
+        self._ending = False
+        self._discarded_bytes = 0
+        self._reason = ""
+        self._timer: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport
+        self._outbox: Outbox
+
+    # -- what asyncio calls --------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """A client is there."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._outbox = Outbox(self._loop, transport)
+        self.peer, self.loopback = _peer(transport)
+        keep_alive(transport.get_extra_info("socket"))
+        if self._server.full:
+            self.abort("too many connections")
+            return
+        self._server.links.add(self)
+        self._timer = self._loop.call_later(HANDSHAKE_S, self._too_slow)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the next bytes go."""
+        return self._reader.space()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Bytes arrived."""
+        if self._ending:
+            self._discard(nbytes)
+            return
+        if self._first:
+            self._first = False
+            self._meet(self._server.scratch[0])
+        self._take_all(self._reader.filled(nbytes))
+
+    def eof_received(self) -> bool:
+        """The client will send no more: the connection ends."""
+        self._reason = self._reason or "the client closed the connection"
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is gone."""
+        self._server.links.discard(self)
+        self._ending = True
+        self._outbox.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._reason = self._reason or (str(exc) if exc else "the connection was closed")
+        self._lose()
+
+    def pause_writing(self) -> None:
+        """The client reads slower than the broker writes."""
+        self._outbox.pause()
+
+    def resume_writing(self) -> None:
+        """It caught up."""
+        self._outbox.resume()
+
+    # -- what the broker calls -----------------------------------------------------------------
+
+    def send(self, frame: Frame) -> None:
+        """Queue a frame; a client that leaves too much unread is cut off instead."""
+        if self._ending:
+            return
+        if frame.request in self._unanswered:
+            self._answered(frame.request)
+        if frame.kind == Kind.WELCOME:
+            self.welcomed()
+        if self._mark:
+            frame = self._translated(frame)
+        self._put(encode_frame(frame, self._compressor))
+
+    def pending_bytes(self) -> int:
+        """Bytes queued and not yet taken by the operating system."""
+        return self._outbox.pending_bytes()
+
+    def close(self) -> None:
+        """Send what is queued, then end the connection."""
+        self._end("the broker closed the connection")
+
+    def abort(self, reason: str) -> None:
+        """End the connection now; what is queued is lost."""
+        self._ending = True
+        self._reason = self._reason or reason
+        self._outbox.clear()
+        self._transport.abort()
+
+    # -- what an old client calls --------------------------------------------------------------
+
+    def write(self, data: bytes) -> None:
+        """Queue bytes that are no frame."""
+        if not self._ending:
+            self._put([data])
+
+    def welcomed(self) -> None:
+        """The broker knows who this is: large frames are welcome from now on."""
+        self._reader.limit_bytes = self._settings.max_frame_bytes
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._greeting = False
+        self.hold(False)
+
+    def hold(self, stop: bool) -> None:
+        """Stop or go on reading from the client."""
+        stop = stop or self._greeting or self._unanswered_bytes > UNANSWERED_BYTES
+        if stop == self.holding or self._ending:
+            return
+        self.holding = stop
+        if stop:
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()
+
+    # -- what comes in -------------------------------------------------------------------------
+
+    def _meet(self, first: int) -> None:
+        """Judge a client by its first byte."""
+        if first in oldcommand.COMMANDS:
+            self._old = OldClient(self, self._server.settings)
+            self._guard(self._greet_old)
+        elif first != NEGOTIATE:
+            words = f"a connection does not begin with byte 0x{first:02x}; is it TLS, or HTTP?"
+            self._fail(ProtocolViolation(words))
+
+    def _greet_old(self) -> None:
+        assert self._old is not None
+        self._connection = self._old.start(self._server.connected)
+        self._greeting = True
+        self.hold(True)
+
+    def _take_all(self, messages: list[Message]) -> None:
+        for message in messages:
+            if self._ending:
+                return
+            self._guard(self._take, message)
+        if self._reader.broken is not None:
+            self._fail(self._reader.broken)
+
+    def _guard(self, call: Any, *args: Any) -> None:
+        try:
+            call(*args)
+        except PenstockError as error:
+            self._fail(error)
+
+    def _take(self, message: Message) -> None:
+        if self._old is not None:
+            self._old.command(*message)
+        elif self._connection is None:
+            self._negotiate(*message)
+        else:
+            self._receive(self._connection, message)
+
+    def _negotiate(self, command: int, body: Any) -> None:
+        if command != NEGOTIATE:
+            raise ProtocolViolation("a connection begins with 0xFE, the negotiation")
+        choice = choose(body, self._settings.max_frame_bytes, marks())
+        self._connection = self._server.connected(self)
+        self._mark = MARKS[choice.mark]
+        self._compressor = COMPRESSORS.index(choice.compressor)
+        self._outbox.put([answer(choice)])
+
+    def _receive(self, connection: Connection, message: Message) -> None:
+        frame = decode_frame(message, self._reader.limit_bytes)
+        size = len(message[1])
+        if size >= COUNTED_BYTES and frame.request and frame.request not in self._unanswered:
+            self._unanswered[frame.request] = size
+            self._unanswered_bytes += size
+            self.hold(False)
+        if frame.kind == Kind.HELLO and self._timer is not None:
+            # What an eager client sends behind its Hello waits in the socket.
+            self._greeting = True
+            self.hold(True)
+        if frame.mark != Mark.RAW:
+            try:
+                frame = from_mark(frame)
+            except PenstockError as error:
+                self.send(Frame(Kind.FAULT, frame.request, encode(to_fault(error))))
+                return
+        connection.received(frame)
+
+    def _answered(self, request: int) -> None:
+        self._unanswered_bytes -= self._unanswered.pop(request)
+        if self.holding:
+            self.hold(False)
+
+    def _discard(self, nbytes: int) -> None:
+        self._discarded_bytes += nbytes
+        if self._discarded_bytes > LINGER_BYTES:
+            self._transport.abort()
+
+    # -- what goes out -------------------------------------------------------------------------
+
+    def _put(self, buffers: list[Any]) -> None:
+        size = self._outbox.put(buffers)
+        pending = self._outbox.pending_bytes()
+        # One frame may be as large as it likes; it is what piles up behind it that counts.
+        if pending == size or size > self._largest_bytes:
+            self._largest_bytes = size
+        if pending - self._largest_bytes > ABORT_FACTOR * self._settings.send_buffer_bytes:
+            self.abort(f"the client left {pending} bytes unread")
+
+    def _translated(self, frame: Frame) -> Frame:
+        try:
+            return for_mark(frame, self._mark)
+        except PenstockError as error:
+            log.exception("a frame of kind 0x%02x does not fit the client's mark", frame.kind)
+            return for_mark(Frame(Kind.FAULT, frame.request, encode(to_fault(error))), self._mark)
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def _too_slow(self) -> None:
+        self._fail(ProtocolViolation(f"no handshake within {HANDSHAKE_S:g} s; the broker hangs up"))
+
+    def _fail(self, error: PenstockError) -> None:
+        if self._ending:
+            return
+        log.warning("client refused", extra={"peer": self.peer, "reason": str(error)})
+        if self._old is not None:
+            fault = to_fault(error)
+            self.write(oldcommand.Error(fault.code, fault.message).message())
+        elif self._connection is None:
+            self.write(refuse(error))
+        else:
+            self.send(Frame(Kind.FAULT, 0, encode(to_fault(error))))
+        self._end(error.message)
+
+    def _lose(self) -> None:
+        """Tell the broker, once; it need not wait for last words to arrive."""
+        if self._old is not None:
+            self._old.stop()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.lost(self._reason)
+
+    def _end(self, reason: str) -> None:
+        if self._ending:
+            return
+        self._loop.call_soon(self._lose)
+        self._reason = self._reason or reason
+        if self._timer is not None:
+            self._timer.cancel()
+        self._greeting, self._unanswered_bytes = False, 0
+        self.hold(False)
+        self._ending = True
+        self._outbox.finish()
+        self._timer = self._loop.call_later(LINGER_S, self._transport.abort)
+        try:
+            if self._transport.can_write_eof():
+                self._transport.write_eof()
+            else:
+                self._transport.close()
+        except OSError:  # the client has reset the connection; asyncio is about to say so
+            self._transport.abort()
+
+
+def _peer(transport: asyncio.Transport) -> tuple[str, bool]:
+    name = transport.get_extra_info("peername")
+    if not name:
+        return "?", False
+    host, port = name[0], name[1]
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return f"{host}:{port}", False
+    return f"{host}:{port}", address.is_loopback
