@@ -12,7 +12,7 @@ docs/reference/admission.md describes each limit and how the shared one is kept 
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -55,6 +55,13 @@ _ADVICE = {
     "throttled": "publish the batch again after {:.3g} s",
     "dropped": "send smaller batches or raise the limit",
 }
+
+
+class Waiting(NamedTuple):
+    """Events that wait for the direct consumer that is furthest behind: of one topic, and of all."""
+
+    of_topic: int
+    of_consumer: int
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,16 +187,20 @@ class Admission:
         size_bytes: int,
         now_s: float,
         lane: Lane = "topic",
+        waiting: Waiting | None = None,
     ) -> Decision:
         """Take a batch in, counting it as ingress until `ingress_done`, or say why not.
 
         `lane` says where the events will wait: in the topic's dispatch queue, in the queue of a
-        direct consumer, or only in the log, which has no queue limit.
+        direct consumer, or only in the log, which has no queue limit. `waiting` says how much waits
+        for the slowest direct consumer, where the caller knows better than the gauges here.
         """
         state = self._tenants.get(tenant)
         if state is None:
             state = self._remember(tenant, now_s)
-        refusal = self._full(state, topic, events, lane)
+        refusal = self._full(state, topic, events, "log" if waiting is not None else lane)
+        if refusal is None and waiting is not None:
+            refusal = self._behind(state, events, waiting)
         if refusal is None and state.metered:
             refusal = _metered(state, events, size_bytes, now_s)
         if refusal is not None:
@@ -284,6 +295,22 @@ class Admission:
             waiting = state.topics.get(topic, 0)
         if waiting + events > cap:
             return _over(events, cap, name, QUEUE_RETRY_S)
+        return None
+
+    def _behind(
+        self, state: _Tenant, events: int, waiting: Waiting
+    ) -> tuple[Kind, str, float] | None:
+        limits, own = self.limits, state.limits.max_queued
+        caps = (
+            ("max_per_topic_queue", limits.max_per_topic_queue, waiting.of_topic),
+            ("max_queued_direct", limits.max_queued_direct, waiting.of_consumer),
+        )
+        if own is not None:
+            caps = (("max_queued", own, waiting.of_consumer),)
+        for name, cap, queued in caps:
+            # What is larger than the queue goes when the queue is empty, or it never would.
+            if cap is not None and queued and queued + events > cap:
+                return "deferred", name, QUEUE_RETRY_S
         return None
 
     def _refuse(

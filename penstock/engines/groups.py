@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from penstock.core.admission import Waiting
 from penstock.core.delivery import QueueGroup
 from penstock.core.entry import FIRST_FENCE, Entry, GroupGone, GroupPut, GroupSpec, LaneSet
 from penstock.core.routing import RouteTree
@@ -18,6 +19,10 @@ from penstock.model.topic import check_pattern, is_system, tenant_of
 
 if TYPE_CHECKING:
     from penstock.engines.embedded import EmbeddedEngine
+
+
+DIRECT = "direct."
+"""Groups of one consumer each, known by the name it registered with (row T4)."""
 
 
 class Groups:
@@ -141,6 +146,17 @@ class Groups:
         if group is None:
             raise UnknownGroup(f"no group {name!r}; `penstock group list` shows them", group=name)
         return group
+
+    def waiting_directly(self, topic: str) -> Waiting | None:
+        """How much waits for the direct consumer of a topic that is furthest behind (row T11)."""
+        found: Waiting | None = None
+        for group in self.readers_of(topic):
+            if not group.name.startswith(DIRECT) or isinstance(group, LogGroup):
+                continue
+            waits = [(lane.topic, lane.end - lane.cursor) for lane in group.lanes.values()]
+            own = sum(events for name, events in waits if name == topic)
+            found = max(found or Waiting(0, 0), Waiting(own, sum(events for _, events in waits)))
+        return found
 
     # -- lanes ---------------------------------------------------------------------------------
 

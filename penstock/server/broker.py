@@ -240,6 +240,7 @@ class Broker:
             self._settings.max_frame_bytes,
         )  # fmt: skip
         session.attach(connection.link, hello, welcome)
+        await session.open_direct()
         log.info(
             "client resumed" if resumed else "client connected",
             extra={"session": session.id, "client": hello.client, "peer": connection.link.peer},

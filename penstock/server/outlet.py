@@ -77,6 +77,12 @@ class QueueOutlet:
         meta = Deliver(self._feed, number, leased.attempt, skip)
         self._session.send(Frame(Kind.DELIVER, 0, encode(meta), (batch.encode(),)))
         self._session.delivered(batch, batch.count - len(skip))
+        if not self._session.hello.supports_ack:
+            self._hand(leased, batch.count)
+            for index in range(batch.count):
+                if states[index + shift] == OUT:
+                    leased.ack(index)
+            self.drop_settled(number)
 
     def settle(self, settlement: Settlement) -> None:
         """Take over what the client says became of a delivery."""

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from penstock.core.entry import SessionPut
+from penstock.core.entry import GroupSpec, SessionPut
+from penstock.core.retry import Retry
 from penstock.engines import request as requests
 from penstock.engines.answers import REQUESTS
 from penstock.engines.dispatcher import Dispatcher
 from penstock.engines.engine import Subscribe as Wanted
+from penstock.engines.groups import DIRECT
 from penstock.engines.handle import Inbox
 from penstock.model.batch import EventBatch
 from penstock.model.errors import (
@@ -42,6 +44,7 @@ log = logging.getLogger("penstock.server")
 MAX_KEPT_ANSWERS = 4_096
 MAX_KEPT_BYTES = 32 << 20
 MAX_FEEDS = 1_024  # of one session
+DIRECT_FEED = 0  # clients number their own feeds from 1
 CONFIRM_EVERY = 256  # settlements, so that a busy client need not keep many
 LOOK_AGAIN_S = 0.005
 
@@ -254,6 +257,30 @@ class Session:
             del self._opening[wish.feed]
             opening.set_result(None)
         return Frame(Kind.RESULT, frame.request, encode(say.Joined(adopted)))
+
+    async def open_direct(self) -> None:
+        """Serve what the client registered for: a group of its own, known by its name (row T4)."""
+        if not self.hello.subscriptions or DIRECT_FEED in self.feeds:
+            return
+        delivery = self._broker.engine.settings.delivery
+        for pattern in self.hello.subscriptions:
+            check_tenant(self.identity, pattern)
+        limit = self._broker.max_inflight(self.identity.tenant)
+        wanted = Wanted(
+            f"{DIRECT}{self.hello.client}",
+            GroupSpec(
+                tuple(self.hello.subscriptions),
+                retry=Retry(delivery.ladder_ms, delivery.max_attempts),
+                lease_s=delivery.lease_s,
+                start="latest",
+            ),
+            self.hello.client,
+            min(self.hello.max_inflight or limit, limit),
+            self.identity,
+        )
+        inbox = await self._broker.engine.subscribe(wanted)
+        assert isinstance(inbox, Inbox)
+        self.feeds[DIRECT_FEED] = QueueOutlet(self, DIRECT_FEED, wanted, inbox)
 
     async def _unsubscribe(self, frame: Frame) -> Frame:
         outlet = self.feeds.pop(decode(frame.meta, say.Feed).feed, None)

@@ -104,13 +104,13 @@ def for_mark(frame: Frame, mark: int) -> Frame:
 
 
 def _result(value: Any) -> dict[str, Any]:
-    """An answer in the fields of Result; what is neither receipts nor events is JSON."""
+    """An answer in the fields of Result; what has no field there is JSON."""
     if isinstance(value, dict) and value.keys() <= _RESULT_FIELDS:
         return value
     return {"json": msgspec.json.encode(value).decode()}
 
 
-_RESULT_FIELDS = {"receipts", "faults", "end", "events"}
+_RESULT_FIELDS = {field.name for field in msgspec.structs.fields(Result)} - {"json"}
 
 
 def _listable(parts: Sequence[Bytes]) -> bool:

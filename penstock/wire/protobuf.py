@@ -62,7 +62,7 @@ def available() -> bool:
 def _fill(found: Any, table: Table, value: Any) -> None:
     if table.form == "tuple":
         value = {column.name: each for column, each in zip(table.fields, value, strict=True)}
-    elif table.form == "maybe":
+    elif table.form != "struct":
         value = {table.fields[0].name: value}
     for column in table.fields:
         each = value.get(column.name)
@@ -105,9 +105,9 @@ def _read(found: Any, table: Table) -> Any:
             values[column.name] = each if column.table is None else _read(each, column.table)
     if table.form == "tuple":
         return [values.get(column.name) for column in table.fields]
-    if table.form == "maybe":
-        return values.get(table.fields[0].name)
-    return values
+    if table.form == "struct":
+        return values
+    return values.get(table.fields[0].name, [] if table.form == "list" else None)
 
 
 def _read_many(many: Any, column: Column) -> Any:

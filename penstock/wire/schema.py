@@ -25,6 +25,7 @@ SCALARS: dict[type, str] = {
     inspect.BytesType: "bytes",
     inspect.LiteralType: "string",
 }
+WRAPPED: dict[type, str] = {inspect.TupleType: "tuple", inspect.ListType: "list"}
 ITEMS = {
     ("Settlement", "nacks"): ("Nack", "index", "delay_s", "reason"),
     ("Settlement", "rejects"): ("Reject", "index", "reason"),
@@ -34,8 +35,10 @@ ITEMS = {
     ("DraftMeta", "keys"): ("Key", "value"),
     ("DraftMeta", "headers"): ("Headers", "values"),
     ("Published", "receipts"): ("MaybeReceipt", "value"),
+    ("Result", "receipts"): ("MaybeReceipt", "value"),
+    ("Result", "adopted"): ("Indices", "values"),
 }
-"""Lists whose items are tuples, or may be missing: protobuf wants a named message for each item."""
+"""Items that are tuples or lists, or may be missing: protobuf wants a named message for each."""
 
 NUMBERS = {("Deliver", "events"): 100}
 """Fields behind which others may come."""
@@ -46,7 +49,7 @@ class Table(NamedTuple):
 
     name: str
     form: str
-    """What it is in the struct: "struct", "tuple", or "maybe" for a value that may be missing."""
+    """What it stands for: a "struct", a "tuple", a "list", or "maybe" a value."""
     fields: list[Column]
 
 
@@ -100,9 +103,7 @@ class Result(say.Message, frozen=True):
     json: str | None = None
     """The answer to Ask, as JSON."""
     events: list[EventItem] = []
-
-
-ITEMS["Result", "receipts"] = ITEMS["Published", "receipts"]
+    adopted: dict[int, list[int]] = {}
 
 
 class Schema:
@@ -139,17 +140,18 @@ class Schema:
 
     def _item(self, owner: str, field: str, kind: inspect.Type) -> tuple[str, Table | None]:
         inner, missing = _without_none(kind)
-        if missing or isinstance(inner, inspect.TupleType):
-            return "message", self._wrapped(ITEMS[owner, field], inner, missing)
+        form = "maybe" if missing else WRAPPED.get(type(inner))
+        if form is not None:
+            return "message", self._wrapped(ITEMS[owner, field], inner, form)
         if isinstance(inner, inspect.StructType):
             return "message", self.table(inner.cls)
         return SCALARS[type(inner)], None
 
-    def _wrapped(self, names: tuple[str, ...], kind: inspect.Type, missing: bool) -> Table:
+    def _wrapped(self, names: tuple[str, ...], kind: inspect.Type, form: str) -> Table:
         name, *fields = names
         found = self.tables.get(name)
         if found is None:
-            found = self.tables[name] = Table(name, "maybe" if missing else "tuple", [])
+            found = self.tables[name] = Table(name, form, [])
             kinds = kind.item_types if isinstance(kind, inspect.TupleType) else (kind,)
             for number, (field, each) in enumerate(zip(fields, kinds, strict=True), 1):
                 found.fields.append(self._column(name, field, number, each))

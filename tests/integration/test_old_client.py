@@ -1,0 +1,266 @@
+"""Clients that never negotiate (row Q1), against a real broker on a real folder."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+import penstock
+from penstock.model.loader import load
+from penstock.server import oldclient
+from penstock.server.daemon import Daemon
+from penstock.wire import oldcommand as old
+from penstock.wire.stream import StreamReader
+
+
+class Caller:
+    """An old client, written the way its author would."""
+
+    def __init__(self) -> None:
+        self._stream = StreamReader(1 << 26)
+        self._replies: list[old.AnyReply] = []
+        self.leased: list[old.Leased] = []
+        self.notices: list[old.Notice] = []
+
+    async def open(self, port: int) -> Caller:
+        self._reader, self._writer = await asyncio.open_connection("127.0.0.1", port)
+        return self
+
+    def tell(self, *commands: old.AnyCommand) -> None:
+        self._writer.write(b"".join(command.message() for command in commands))
+
+    async def _read(self) -> bool:
+        async with asyncio.timeout(10):
+            data = await self._reader.read(65_536)
+        for message in self._stream.feed(data):
+            reply = old.parse_reply(*message)
+            if isinstance(reply, old.Leased):
+                self.leased.append(reply)
+            elif isinstance(reply, old.Notice):
+                self.notices.append(reply)
+            else:
+                self._replies.append(reply)
+        return bool(data)
+
+    async def reply(self) -> Any:
+        while not self._replies:
+            if not await self._read():
+                return None
+        return self._replies.pop(0)
+
+    async def call(self, command: old.AnyCommand) -> Any:
+        self.tell(command)
+        return await self.reply()
+
+    async def events(self, count: int) -> list[old.Leased]:
+        while len(self.leased) < count:
+            await self._read()
+        found, self.leased = self.leased[:count], self.leased[count:]
+        return found
+
+    async def notice(self) -> old.Notice:
+        while not self.notices:
+            await self._read()
+        return self.notices.pop(0)
+
+    async def quiet(self, seconds: float) -> bool:
+        """Whether nothing comes for a while."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._read()
+        except TimeoutError:
+            return True
+        return False
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def broker_on(folder: Path, **flags: Any) -> Daemon:
+    dotted = {name.replace("__", ".", 1): value for name, value in flags.items()}
+    listeners = {f"server.{name}": "" for name in ("zmq", "pub", "http")}
+    base = {"server.tcp": "127.0.0.1:0", "server.heartbeat_s": 0.2, "server.drain_s": 1.0}
+    return Daemon(folder, load(None, {}, {**listeners, **base, **dotted}))
+
+
+@pytest_asyncio.fixture
+async def daemon(tmp_path: Path) -> AsyncIterator[Daemon]:
+    daemon = broker_on(tmp_path / "data", delivery__lease_s=0.6, delivery__ladder_ms=[50])
+    await daemon.start()
+    yield daemon
+    await daemon.stop()
+
+
+@pytest_asyncio.fixture
+async def caller(daemon: Daemon) -> AsyncIterator[Caller]:
+    caller = await Caller().open(daemon.ports["tcp"])
+    yield caller
+    caller.close()
+
+
+async def test_ok_means_durable(tmp_path: Path) -> None:
+    """What was answered with OK is on the disk at that moment: another process can read it."""
+    daemon = broker_on(tmp_path / "data")
+    await daemon.start()
+    caller = await Caller().open(daemon.ports["tcp"])
+    assert await caller.call(old.Create("orders", 1)) == old.Ok()
+    caller.tell(*(old.Publish("orders", b"event %d" % number) for number in range(50)))
+    replies = [await caller.reply() for _ in range(50)]
+    assert replies == [old.Ok.stored(0, number) for number in range(50)]
+    async with penstock.connect(f"{tmp_path / 'data'}?mode=ro") as bus:
+        batches = [batch async for batch in bus.engine.read("orders", 0, 0, None)]
+    found = [event.payload for batch in batches for event in batch]
+    assert found == [b"event %d" % number for number in range(50)]
+    caller.close()
+    await daemon.stop()
+
+
+async def test_events_are_leased_and_acked(daemon: Daemon, caller: Caller) -> None:
+    caller.tell(*(old.Publish("orders.created", b"%d" % number) for number in range(5)))
+    for _ in range(5):
+        assert isinstance(await caller.reply(), old.Ok)
+    assert await caller.call(old.Subscribe("billing", "orders.*", 2)) == old.Ok.subscribed(1)
+    seen = []
+    for _ in range(2):
+        both = await caller.events(2)
+        assert await caller.quiet(0.1), "no more than two are outstanding"
+        for event in both:
+            assert (event.topic, event.attempt, event.key) == ("orders.created", 1, None)
+            seen.append(event.payload)
+            assert await caller.call(old.Ack(event.tag)) == old.Ok()
+    [last] = await caller.events(1)
+    await caller.call(old.Ack(last.tag))
+    assert [*seen, last.payload] == [b"0", b"1", b"2", b"3", b"4"]
+    group = await daemon.engine.ask(penstock.engines.request.DescribeGroup("billing"))
+    assert group is not None
+
+
+async def test_nack_brings_it_again(caller: Caller) -> None:
+    await caller.call(old.Publish("orders", b"x"))
+    await caller.call(old.Subscribe("billing", "orders", 10))
+    [first] = await caller.events(1)
+    assert await caller.call(old.Nack(first.tag, 20, "busy")) == old.Ok()
+    [second] = await caller.events(1)
+    assert (second.payload, second.attempt, second.tag != first.tag) == (b"x", 2, True)
+    assert await caller.call(old.Nack(second.tag, old.LADDER_DELAY, "")) == old.Ok()
+    [third] = await caller.events(1)
+    assert third.attempt == 3
+
+
+async def test_a_late_ack_is_noticed(caller: Caller) -> None:
+    """The lease runs from when the event is sent; then it comes again."""
+    await caller.call(old.Publish("orders", b"x"))
+    await caller.call(old.Subscribe("billing", "orders", 10))
+    [first] = await caller.events(1)
+    [again] = await caller.events(1)
+    assert again.attempt == 2
+    assert await caller.call(old.Ack(first.tag)) == old.Ok()
+    notice = await caller.notice()
+    assert (notice.tag, notice.code) == (first.tag, "delivery.lease-expired")
+    assert await caller.call(old.Ack(again.tag)) == old.Ok()
+
+
+async def test_tags_are_settled_once(caller: Caller) -> None:
+    await caller.call(old.Publish("orders", b"x"))
+    await caller.call(old.Subscribe("billing", "orders", 10))
+    [event] = await caller.events(1)
+    assert await caller.call(old.Ack(event.tag)) == old.Ok()
+    for tag in (event.tag, 0, 2**64 - 1):
+        assert (await caller.call(old.Ack(tag))).code == "delivery.not-leased"
+
+
+async def test_what_a_client_held_returns_when_it_goes(daemon: Daemon, caller: Caller) -> None:
+    await caller.call(old.Publish("orders", b"x"))
+    await caller.call(old.Subscribe("billing", "orders", 10))
+    await caller.events(1)
+    caller.close()
+    other = await Caller().open(daemon.ports["tcp"])
+    await other.call(old.Subscribe("billing", "orders", 10))
+    [event] = await other.events(1)
+    assert event.payload == b"x"
+    other.close()
+
+
+async def test_replies_keep_the_order_of_commands(caller: Caller) -> None:
+    """A ping behind a publish waits for the publish."""
+    caller.tell(
+        old.Ping(b"0"), old.Publish("orders", b"x"), old.Ping(b"1"), old.Publish("bad topic", b""),
+        old.Ping(b"2"), old.Create("orders.made", 2), old.Ack(5), old.Ping(b"3"),
+    )  # fmt: skip
+    replies = [await caller.reply() for _ in range(8)]
+    assert [
+        reply.code if isinstance(reply, old.Error) else bytes(reply.body[:1]) for reply in replies
+    ] == [b"0", b"\0", b"1", "invalid.topic", b"2", b"", "delivery.not-leased", b"3"]
+
+
+async def test_an_idle_client_stays(daemon: Daemon, caller: Caller) -> None:
+    """Old commands know no heartbeats; the transport answers for the client."""
+    await caller.call(old.Subscribe("billing", "orders", 10))
+    await asyncio.sleep(1.5)  # seven heartbeats
+    async with penstock.connect(f"penstock://127.0.0.1:{daemon.ports['tcp']}") as bus:
+        await bus.publish("orders", b"late")
+    assert (await caller.events(1))[0].payload == b"late"
+
+
+async def test_with_new_clients_on_one_bus(daemon: Daemon, caller: Caller) -> None:
+    async with penstock.connect(f"penstock://127.0.0.1:{daemon.ports['tcp']}") as bus:
+        await caller.call(old.Publish("orders", b"from the old one"))
+        async with bus.subscribe("orders", group="new") as events:
+            event = await events.get(5)
+            assert event is not None
+            assert event.payload == b"from the old one"
+            await event.ack()
+        await caller.call(old.Subscribe("old", "orders.*", 10))
+        await bus.publish("orders.created", {"id": 7}, key="k", headers={"a": "b"})
+        [event] = await caller.events(1)
+        assert (event.payload, event.key, event.topic) == (b'{"id":7}', b"k", "orders.created")
+
+
+async def test_a_deleted_group_is_noticed(daemon: Daemon, caller: Caller) -> None:
+    await caller.call(old.Subscribe("billing", "orders", 10))
+    await daemon.engine.ask(penstock.engines.request.DeleteGroup("billing"))
+    notice = await caller.notice()
+    assert (notice.tag, notice.code.split(".")[0]) == (0, "notfound")
+
+
+async def test_a_token_is_wanted(tmp_path: Path) -> None:
+    daemon = broker_on(tmp_path / "data", auth__admin_token="open sesame")
+    await daemon.start()
+    port = daemon.ports["tcp"]
+    stranger = await Caller().open(port)
+    assert (await stranger.call(old.Publish("orders", b"x"))).code == "access.unauthenticated"
+    assert await stranger.reply() is None
+    liar = await Caller().open(port)
+    assert (await liar.call(old.Auth("guess", "", ""))).code == "access.unauthenticated"
+    friend = await Caller().open(port)
+    assert await friend.call(old.Auth("open sesame", "", "till-3")) == old.Ok()
+    assert isinstance(await friend.call(old.Publish("orders", b"x")), old.Ok)
+    twice = await friend.call(old.Auth("open sesame", "", "till-3"))
+    assert twice.code == "connection.protocol"
+    for caller in (stranger, liar, friend):
+        caller.close()
+    await daemon.stop()
+
+
+@pytest.mark.parametrize(
+    "data", [b"\x09\0\0\0\0", b"\x04\x01\0\0\0\xff", b"\x04\xff\xff\xff\xff", b"\x06\0\0\0\0"]
+)
+async def test_nonsense_is_answered_and_ended(daemon: Daemon, caller: Caller, data: bytes) -> None:
+    assert await caller.call(old.Ping(b"")) == old.Ok()
+    caller._writer.write(data)
+    assert (await caller.reply()).code == "connection.protocol"
+    assert await caller.reply() is None
+
+
+async def test_a_flood_of_commands_is_slowed_down(
+    daemon: Daemon, caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(oldclient, "MAX_WAITING", 8)
+    caller.tell(*(old.Publish("orders", bytes(1_000)) for _ in range(2_000)))
+    replies = [await caller.reply() for _ in range(2_000)]
+    assert replies[-1] == old.Ok.stored(0, 1_999)

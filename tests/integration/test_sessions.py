@@ -1,0 +1,245 @@
+"""Sessions: what a client keeps when its connection breaks, or the broker does (T4, T5)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+import penstock
+from penstock import errors
+from penstock.testing.broker_process import BrokerProcess
+
+DEADLINE_S = 20.0
+PATIENT = penstock.Retry(ladder_ms=(0,), max_attempts=50)
+
+
+class Cable:
+    """A TCP proxy that can be cut and plugged in again."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._server: asyncio.Server | None = None
+        self.port = 0
+        self.plugged = True
+        self.connections = 0
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._carry, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not self.plugged:
+            writer.transport.abort()
+            return
+        self.connections += 1
+        try:
+            there, back = await asyncio.open_connection("127.0.0.1", self._target)
+        except OSError:
+            writer.transport.abort()
+            return
+        self._writers |= {writer, back}
+        with contextlib.suppress(asyncio.CancelledError):  # the loop of the test is ending
+            await asyncio.gather(self._pipe(reader, back), self._pipe(there, writer))
+
+    async def _pipe(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+                await writer.drain()
+        writer.transport.abort()
+
+    def cut(self) -> None:
+        self.plugged = False
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+
+    def plug(self) -> None:
+        self.plugged = True
+
+    async def stop(self) -> None:
+        self.cut()
+        if self._server is not None:
+            self._server.close()
+            await self._server.wait_closed()
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[BrokerProcess]:
+    with BrokerProcess(tmp_path / "data").start(server__session_s=8.0) as broker:
+        yield broker
+
+
+@pytest_asyncio.fixture
+async def cable(broker: BrokerProcess) -> AsyncIterator[Cable]:
+    cable = Cable(broker.ports["tcp"])
+    await cable.start()
+    yield cable
+    await cable.stop()
+
+
+async def lag(bus: penstock.Bus, group: str) -> int:
+    await bus.flush()
+    return int((await bus.groups.info(group)).lag)
+
+
+async def take(sub: penstock.Subscription, count: int) -> list[penstock.Event]:
+    events = []
+    for _ in range(count):
+        event = await sub.get(timeout_s=DEADLINE_S)
+        assert event is not None
+        events.append(event)
+    return events
+
+
+async def test_a_session_goes_on_over_a_new_connection_with_its_leases(
+    broker: BrokerProcess, cable: Cable
+) -> None:
+    async with penstock.connect(f"penstock://127.0.0.1:{cable.port}") as bus:
+        await bus.publish_many("orders.created", [b"%d" % n for n in range(10)])
+        async with (
+            bus.subscribe("orders.*", group="g", retry=PATIENT) as sub,
+            penstock.connect(broker.url()) as other_bus,
+            other_bus.subscribe("orders.*", group="g", retry=PATIENT) as other,
+        ):
+            events = await take(sub, 5)
+            before = cable.connections
+            cable.cut()
+            await events[0].ack()
+            await asyncio.sleep(0.3)
+            cable.plug()
+            for event in events[1:]:
+                await event.ack()
+            handed = {event.offset for event in events}
+            rest = []
+            while len(rest) + len(events) < 10:
+                event = await sub.get(timeout_s=0.2) or await other.get(timeout_s=0.2)
+                if event is not None:
+                    await event.ack()
+                    rest.append(event)
+            await bus.flush()
+            assert cable.connections > before
+            assert not handed & {event.offset for event in rest}
+            assert {event.attempt for event in rest} == {1}
+            assert await lag(other_bus, "g") == 0
+
+
+async def test_a_publish_while_the_connection_is_down_succeeds_once_it_is_back(
+    broker: BrokerProcess, cable: Cable
+) -> None:
+    async with penstock.connect(f"penstock://127.0.0.1:{cable.port}") as bus:
+        await bus.publish("a.b", b"0")
+        numbers = iter(range(1, 300))
+
+        async def produce() -> None:
+            for number in numbers:
+                await bus.publish("a.b", b"%d" % number)
+
+        producing = asyncio.gather(*(produce() for _ in range(4)))
+        for _ in range(5):
+            await asyncio.sleep(0.05)
+            cable.cut()
+            await asyncio.sleep(0.05)
+            cable.plug()
+        await producing
+        stored = [int(event.payload) async for event in bus.replay("a.b")]
+        assert sorted(stored) == list(range(300))
+
+
+async def test_nothing_hangs_when_no_broker_comes_back(cable: Cable) -> None:
+    url = f"penstock://127.0.0.1:{cable.port}"
+    async with penstock.connect(url, client__deadline_s=1.0) as bus:
+        await bus.publish("a.b", b"x")
+        cable.cut()
+        await asyncio.sleep(0.1)
+        started = time.monotonic()
+        with pytest.raises(errors.ConnectionFailed) as raised:
+            await bus.publish("a.b", b"y")
+        assert time.monotonic() - started < 3.0
+        assert raised.value.outcome in ("not sent", "unknown")
+        cable.plug()
+
+
+async def test_leases_survive_a_broker_that_was_killed(broker: BrokerProcess) -> None:
+    """T4: resumption after a restart, from the journal; the holder goes on, nobody else is served."""
+    async with penstock.connect(broker.url()) as bus:
+        await bus.publish_many("orders.created", [b"%d" % n for n in range(6)])
+        async with bus.subscribe("orders.*", group="g", retry=PATIENT) as sub:
+            events = await take(sub, 4)
+            await events[0].ack()
+            await bus.flush()
+            broker.kill()
+            await events[1].ack()
+            broker.start(server__session_s=8.0)
+            async with (
+                penstock.connect(broker.url()) as other_bus,
+                other_bus.subscribe("orders.*", group="g", retry=PATIENT) as other,
+            ):
+                await bus.topics.list()  # the first call that gets through: we are back
+                await asyncio.sleep(0.3)
+                for event in events[2:]:
+                    await event.ack()
+                rest = await take(sub, 2)
+                for event in rest:
+                    await event.ack()
+                assert await other.get(timeout_s=0.5) is None
+                assert [event.attempt for event in rest] == [1, 1]
+                assert await lag(bus, "g") == 0
+
+
+async def test_what_a_dead_consumer_held_goes_to_another_after_its_session(
+    broker: BrokerProcess, cable: Cable
+) -> None:
+    bus = await penstock.connect(f"penstock://127.0.0.1:{cable.port}").open()
+    await bus.publish_many("orders.created", [b"1", b"2"])
+    sub = await bus.subscribe("orders.*", group="g", retry=PATIENT, lease_s=600).open()
+    await take(sub, 1)
+    await asyncio.sleep(0.2)  # the broker hears that one was handed out
+    cable.cut()  # and never back
+    async with (
+        penstock.connect(broker.url()) as other_bus,
+        other_bus.subscribe("orders.*", group="g", retry=PATIENT) as other,
+    ):
+        events = await take(other, 2)
+        assert sorted((event.payload, event.attempt) for event in events) == [(b"1", 2), (b"2", 1)]
+        for event in events:
+            await event.ack()
+    await bus.engine.channel.close()
+
+
+async def test_publishes_are_stored_once_however_often_the_broker_is_killed(
+    broker: BrokerProcess,
+) -> None:
+    """T4: a publish that is sent again after kill -9 is recognised by its sequence."""
+    url = broker.url()
+    confirmed: list[int] = []
+    async with penstock.connect(url, client__deadline_s=30.0) as bus:
+        await bus.publish("a.b", b"0")
+        numbers = iter(range(1, 2_000))
+        stop = asyncio.Event()
+
+        async def produce() -> None:
+            for number in numbers:
+                if stop.is_set():
+                    return
+                await bus.publish("a.b", b"%d" % number)
+                confirmed.append(number)
+
+        producing = asyncio.gather(*(produce() for _ in range(8)))
+        for _ in range(3):
+            await asyncio.sleep(0.3)
+            await asyncio.to_thread(broker.kill)
+            await asyncio.to_thread(broker.start, server__session_s=8.0)
+        stop.set()
+        await producing
+        stored = [int(event.payload) async for event in bus.replay("a.b")]
+        assert len(stored) == len(set(stored)), "something was stored twice"
+        assert set(confirmed) <= set(stored)
+        assert len(confirmed) > 50

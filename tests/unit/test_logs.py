@@ -1,0 +1,155 @@
+"""Log lines: one for each record, as text or JSON, whatever is in them and whoever reads them."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from penstock.server import logs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+log = logging.getLogger("penstock.server.test")
+
+
+@pytest.fixture
+def lines() -> Iterator[Callable[..., list[str]]]:
+    """Configures logging, runs something, returns the lines."""
+    root = logging.getLogger()
+    before, level, own = root.handlers[:], root.level, logging.getLogger("penstock").level
+
+    def run(work: Callable[[], None], form: Any = "text", level: Any = "info") -> list[str]:
+        stream = io.StringIO()
+        handler = logs.configure(form, level, stream)
+        work()
+        handler.close()
+        return stream.getvalue().splitlines()
+
+    yield run
+    root.handlers[:] = before
+    root.setLevel(level)
+    logging.getLogger("penstock").setLevel(own)
+
+
+def test_text(lines: Callable[..., list[str]]) -> None:
+    (line,) = lines(lambda: log.info("client connected", extra={"peer": "10.0.0.7:1", "n": 2}))
+    assert line[10] == "T"
+    assert line[23:].split() == ["Z", "info", "client", "connected", "peer=10.0.0.7:1", "n=2"]
+
+
+def test_json(lines: Callable[..., list[str]]) -> None:
+    def work() -> None:
+        log.warning("odd %s", "thing", extra={"level": 3, "tags": ["a"], "nothing": None})
+
+    (line,) = lines(work, "json")
+    found = json.loads(line)
+    assert found.pop("time").endswith("Z")
+    assert found == {
+        "level": "warning", "event": "odd thing", "logger": "penstock.server.test",
+        "field_level": 3, "tags": ["a"], "nothing": None,
+    }  # fmt: skip
+
+
+def test_levels(lines: Callable[..., list[str]]) -> None:
+    def work() -> None:
+        log.debug("quiet")
+        log.info("aloud")
+        logging.getLogger("somebody").info("quiet")
+        logging.getLogger("somebody").warning("aloud too")
+
+    assert [line.split(maxsplit=2)[2] for line in lines(work)] == ["aloud", "aloud too"]
+    assert len(lines(work, level="debug")) == 3
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_an_exception_comes_with_its_traceback(lines: Callable[..., list[str]], form: str) -> None:
+    def work() -> None:
+        try:
+            raise ValueError("the cause")
+        except ValueError:
+            log.exception("failed")
+
+    found = lines(work, form)
+    assert any("the cause" in line for line in found)
+    assert any("Traceback" in line for line in found)
+    if form == "json":
+        assert "the cause" in json.loads(found[0])["error"]
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_field_cannot_make_lines_nor_steer_a_terminal(
+    lines: Callable[..., list[str]], form: str
+) -> None:
+    bad = "a\nb\x1b[2J\u2028\x9bx" + "y" * 100_000
+    (line,) = lines(lambda: log.info("e\nvent", extra={"peer": bad}), form)
+    assert "\x1b" not in line
+    assert len(line) < 5_000
+    assert "\x9b" not in line
+    if form == "json":
+        assert json.loads(line)["peer"].startswith("a\nb\x1b[2J\u2028\x9bx")
+
+
+def test_a_field_that_cannot_be_shown_is_told(lines: Callable[..., list[str]]) -> None:
+    class Bad:
+        def __str__(self) -> str:
+            raise RuntimeError("no")
+
+    (line,) = lines(lambda: log.info("x", extra={"bad": Bad()}))
+    assert "cannot be shown" in line
+
+
+def test_configured_twice_writes_once(lines: Callable[..., list[str]]) -> None:
+    logs.configure("text", "info", io.StringIO())
+    assert len(lines(lambda: log.info("once"))) == 1
+
+
+def test_nobody_waits_for_a_reader_who_does_not_read(lines: Callable[..., list[str]]) -> None:
+    """A full pipe neither blocks the broker nor takes its memory; what was lost is told."""
+    read, write = os.pipe()
+    stream = os.fdopen(write, "w")
+    handler = logs.configure("text", "info", stream)
+    began = time.monotonic()
+    for number in range(2 * logs.QUEUE_LINES):
+        log.info("x" * 100, extra={"number": number})
+    assert time.monotonic() - began < 20
+    assert handler.dropped > 0
+    got: list[bytes] = []
+
+    def drain() -> None:
+        while part := os.read(read, 1 << 16):
+            got.append(part)
+
+    reader = threading.Thread(target=drain)
+    reader.start()
+    deadline = time.monotonic() + 10
+    while handler._lines.qsize() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    log.info("read again")
+    handler.close()
+    stream.close()
+    reader.join(10)
+    os.close(read)
+    text = b"".join(got).decode()
+    assert "log lines were lost  count=" in text
+    assert text.rstrip().endswith("read again")
+
+
+def test_stderr_that_is_gone_stops_nothing(lines: Callable[..., list[str]]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    stream = os.fdopen(write, "w")
+    handler = logs.configure("text", "info", stream)
+    for _ in range(10):
+        log.info("into the void")
+        time.sleep(0.01)
+    handler.close()
+    with pytest.raises(BrokenPipeError):
+        stream.close()

@@ -1,0 +1,104 @@
+"""docs/reference/protocol.md says what the code does (row Y13): kinds, messages, defaults, limits."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from penstock.core.entry import GroupSpec
+from penstock.core.retry import Retry
+from penstock.model.event import Receipt
+from penstock.server import oldclient, session, tcp_link
+from penstock.wire import frame, mark, message, negotiation, oldcommand
+from penstock.wire.frame import Kind
+from penstock.wire.schema import DeliverEvents, EventItem, Result
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "protocol.md"
+TEXT = PAGE.read_text()
+FLAT = " ".join(TEXT.split())
+
+MESSAGES: dict[str, type[msgspec.Struct]] = {
+    name: each
+    for name, each in vars(message).items()
+    if isinstance(each, type) and issubclass(each, message.Message) and each is not message.Message
+} | {
+    "Deliver": DeliverEvents,
+    "EventItem": EventItem,
+    "GroupSpec": GroupSpec,
+    "Receipt": Receipt,
+    "Result": Result,
+    "Retry": Retry,
+}
+
+
+def table_of(name: str) -> list[list[str]]:
+    """The rows below a heading."""
+    section = re.split(rf"^### {name}$", TEXT, flags=re.MULTILINE)[1]
+    section = re.split(r"^#", section, flags=re.MULTILINE)[0]
+    rows = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[2:]]
+
+
+def default_of(field: Any) -> str:
+    if field.required:
+        return "-"
+    value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+    plain = msgspec.to_builtins(value)
+    if isinstance(value, Retry):
+        plain = {}  # its own defaults
+    return json.dumps(plain)
+
+
+@pytest.mark.parametrize("name", sorted(MESSAGES))
+def test_messages(name: str) -> None:
+    rows = table_of(name)
+    fields = msgspec.structs.fields(MESSAGES[name])
+    assert [row[0] for row in rows] == [field.name for field in fields]
+    assert [row[2] for row in rows] == [default_of(field) for field in fields]
+
+
+def test_kinds() -> None:
+    found = re.findall(r"^\| (0x[0-9a-f]{2}) \| ([A-Z]+) \| (client|broker) \|", TEXT, re.MULTILINE)
+    expected = [
+        (f"0x{kind:02x}", kind.name, "client" if kind < 0x40 else "broker") for kind in Kind
+    ]
+    assert found == expected
+
+
+def test_old_commands() -> None:
+    found = re.findall(r"^\| (0x[0-9a-f]{2}) \| ([A-Z]+) \| (?!client|broker)", TEXT, re.MULTILINE)
+    commands = [*oldcommand.Command, *oldcommand.Reply]
+    assert found == [(f"0x{each:02x}", each.name) for each in commands]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        f"{tcp_link.HANDSHAKE_S:.0f} seconds from connecting",
+        f"no body may be over {tcp_link.STRANGER_FRAME_BYTES >> 20} MiB",
+        f"more than {tcp_link.UNANSWERED_BYTES >> 20} MiB of a client's requests",
+        f"at most {negotiation.MAX_NEGOTIATION_BYTES >> 10} KiB",
+        f"0 to {frame.MAX_PARTS:,} byte strings",
+        f"at most {frame.MAX_META_BYTES >> 20} MiB; empty",
+        f"the last {session.MAX_KEPT_ANSWERS:,}, at most {session.MAX_KEPT_BYTES >> 20} MiB",
+        f"| feeds of a session | {session.MAX_FEEDS:,} |",
+        f"more than {mark.MAX_EVENTS:,} events or {mark.MAX_EVENTS_BYTES >> 20} MiB",
+        f"At most {oldclient.MAX_SUBSCRIPTIONS} subscriptions; while {oldclient.MAX_WAITING:,} commands",
+        f"most outstanding (0: {oldcommand.DEFAULT_OUTSTANDING})",
+        f"rest, at most {oldcommand.MAX_PING_BYTES >> 10} KiB",
+    ],
+)
+def test_numbers(words: str) -> None:
+    assert words in FLAT
+
+
+def test_layouts() -> None:
+    """The sizes the tables add up to."""
+    assert (frame.ENVELOPE.size, frame.BODY_HEAD.size) == (16, 16)
+    assert "an envelope of 16 bytes" in FLAT
+    assert "what follows the first 16 bytes" in FLAT
