@@ -319,9 +319,7 @@ def _propagator() -> Any:
 
 def _extract(headers: Mapping[str, str]) -> Context:
     """The context that headers carry: empty, not that of here, when they carry none."""
-    from opentelemetry.context import Context
-
-    context: Context = _propagator().extract(headers, Context())
+    context: Context = _propagator().extract(headers)
     return context
 
 

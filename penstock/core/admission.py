@@ -256,6 +256,10 @@ class Admission:
         """The tenant's stored bytes grew by a commit, or shrank by retention."""
         self._tenant(tenant).stored_bytes += change_bytes
 
+    def use(self) -> dict[str, tuple[int, int]]:
+        """Stored bytes and events on their way to the disk, by tenant."""
+        return {name: (each.stored_bytes, each.ingress) for name, each in self._tenants.items()}
+
     def window(self, tenant: str, consumer: str, wanted: int) -> int:
         """How many of `wanted` events may be handed to the consumer now."""
         state = self._tenant(tenant)

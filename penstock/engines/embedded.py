@@ -13,7 +13,7 @@ One task owns all state; a thread writes commits; another process seals. The par
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 import msgspec
@@ -77,6 +77,8 @@ class EmbeddedEngine:
             msgspec.convert(settings.admission, AdmissionLimits, from_attributes=True)
         )
         self.routes = RouteCatalogue()
+        self.on_commit: Callable[[Sequence[EventBatch]], None] | None = None
+        """Called with the batches of each commit, once they are durable."""
         self.lease_hold_s = 0.0
         """After a crash, how long leased events wait for a holder that may come back."""
         self._lock: Lock | None = None
@@ -242,6 +244,8 @@ class EmbeddedEngine:
                 if isinstance(entry, DeadLetterEntry):
                     self.state.apply(entry)
         self.audit.committed(taken.submissions, taken.commit.end)
+        if self.on_commit is not None:
+            self.on_commit([placed.batch for placed in taken.placed])
 
     def count_stored(self, info: SegmentInfo, sign: int) -> None:
         """Count a segment towards its tenants' storage, or, with -1, no longer.

@@ -79,8 +79,12 @@ class Outbox:
         queue = self._queue
         size = len(queue[0])
         if size >= ALONE_BYTES:
-            self._queued_bytes -= size
-            self._transport.write(memoryview(queue.popleft()))
+            view = memoryview(queue.popleft())
+            if size > WRITE_BYTES:
+                queue.appendleft(view[WRITE_BYTES:])
+                view = view[:WRITE_BYTES]
+            self._queued_bytes -= len(view)
+            self._transport.write(view)
             return
         joined = []
         total = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 
 from penstock.model.errors import InvalidSettings, MissingExtra
 
@@ -49,9 +50,9 @@ def curve_key(text: str, setting: str) -> bytes:
         key = text.encode("ascii")
         if len(key) != 40 or len(z85.decode(key)) != CURVE_KEY_BYTES:
             raise ValueError("wrong length")
-    except (ValueError, KeyError, OverflowError) as error:
+    except (ValueError, KeyError, struct.error) as error:
         raise InvalidSettings(
-            f"{setting} is no CURVE key: give 40 characters of Z85, as `penstock keys` makes them",
+            f"{setting} is no CURVE key: give 40 characters of Z85, as penstock.server.curve.make_keys makes them",
             key=setting,
         ) from error
     return key

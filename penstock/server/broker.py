@@ -28,6 +28,8 @@ from penstock.model.errors import (
 )
 from penstock.model.event import Identity
 from penstock.model.settings import Settings
+from penstock.server.admin_gate import Gate
+from penstock.server.metrics_counters import Counters
 from penstock.server.outlet import QueueOutlet
 from penstock.server.session import Session
 from penstock.wire.fault import to_fault
@@ -47,22 +49,6 @@ class Doorkeeper(Protocol):
 
     def identify(self, token: str, tenant: str, subject: str, *, loopback: bool) -> Identity:
         """The identity behind a token; raises NotAuthenticated or AccessDenied."""
-        ...
-
-
-class Tally(Protocol):
-    """Counts what passes through the broker."""
-
-    def connection(self, change: int) -> None:
-        """A client came or went."""
-        ...
-
-    def delivered(self, tenant: str, topic: str, events: int) -> None:
-        """Events were sent to a client."""
-        ...
-
-    def frame_error(self, code: str) -> None:
-        """A client was answered with an error."""
         ...
 
 
@@ -139,7 +125,7 @@ class Broker:
     """Serves an engine to many clients."""
 
     def __init__(
-        self, engine: EmbeddedEngine, settings: Settings, doorkeeper: Doorkeeper, tally: Tally
+        self, engine: EmbeddedEngine, settings: Settings, doorkeeper: Doorkeeper, tally: Counters
     ) -> None:
         self.engine = engine
         self.tally = tally
@@ -150,6 +136,7 @@ class Broker:
         self.send_buffer_bytes = settings.server.send_buffer_bytes
         self._settings = settings.server
         self._doorkeeper = doorkeeper
+        self.gate = Gate(engine, self.ask)
         self._minder: asyncio.Task[None] | None = None
 
     @staticmethod
@@ -267,9 +254,15 @@ class Broker:
 
     # -- for sessions --------------------------------------------------------------------------
 
-    def delivered(self, batch: EventBatch, events: int) -> None:
-        """Count events sent to a client."""
-        self.tally.delivered(batch.tenant, batch.topic, events)
+    def delivered(self, batch: EventBatch, events: int, attempt: int) -> None:
+        """Count events sent to a client, and how long after their append on a first attempt."""
+        waited_s = None
+        if attempt == 1:
+            waited_s = max(0.0, time.time() - batch.append_time(batch.count - 1) / 1e6)
+        size = batch.payload_column.ends()
+        self.tally.delivered(
+            batch.tenant, batch.topic, events, size[batch.count] - size[0], waited_s
+        )
 
     def failed(self, kind: int, error: PenstockError) -> None:
         """Count a request that was answered with an error."""

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from pathlib import Path
 
 from penstock.engines.embedded import EmbeddedEngine
 from penstock.log.disk import RealDisk
-from penstock.model.errors import InvalidSettings
 from penstock.model.settings import Settings
+from penstock.server.admin_endpoint import Surface
 from penstock.server.auth import Doorkeeper
 from penstock.server.broker import Broker
+from penstock.server.fanout import Fanout
+from penstock.server.http import HttpServer, build_app
+from penstock.server.metrics import Metrics, metrics_routes
 from penstock.server.metrics_counters import Counters
+from penstock.server.ports import parse_address
+from penstock.server.pressure import Gauge, pressure_routes
 from penstock.server.reload import broker_settings
 from penstock.server.tcp import TcpServer
+from penstock.server.tenants import tenants_view
+from penstock.server.zeromq import ZmqServer
 
 log = logging.getLogger("penstock.server")
 
@@ -32,37 +40,64 @@ class Daemon:
         self.doorkeeper = Doorkeeper(self.settings.auth)
         self.broker = Broker(self.engine, self.settings, self.doorkeeper, self.counters)
         self._tcp = TcpServer(self.settings, self.broker)
+        self._zmq = ZmqServer(self.settings, self.broker)
+        self._fanout = Fanout(self.settings)
+        self._http: HttpServer | None = None
+        self._gauging: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Recover the folder, then listen."""
+        """Recover the folder, then listen: HTTP first, so that probes see it coming."""
         await self.engine.open()
         try:
             self.broker.start()
             server = self.settings.server
+            if server.http:
+                self.ports["http"] = await self._serve_http(server.http)
+            if server.pub:
+                self.ports["pub"] = self._fanout.start(*parse_address(server.pub, "server.pub"))
+                self.engine.on_commit = self._fanout.committed
+            if server.zmq:
+                address = parse_address(server.zmq, "server.zmq")
+                self.ports["zmq"] = await self._zmq.start(*address)
             if server.tcp:
-                self.ports["tcp"] = await self._tcp.start(*address(server.tcp))
+                address = parse_address(server.tcp, "server.tcp")
+                self.ports["tcp"] = await self._tcp.start(*address)
         except BaseException:
             await self.stop()
             raise
         self.ready = True
+
+    async def _serve_http(self, listen: str) -> int:
+        gauge = Gauge(self.engine, self.counters)
+        self._gauging = asyncio.create_task(gauge.run(), name="penstock-gauge")
+        metrics = Metrics(self.engine, self.counters, gauge)
+        surface = Surface(
+            self.engine, self.settings, self.doorkeeper,
+            ready=lambda: self.ready and not self.broker.draining,
+            sessions=self.broker.sessions_view,
+            tenants=lambda: tenants_view(self.engine.admission),
+            ask=self.broker.ask,
+        )  # fmt: skip
+        app = build_app(surface, [*metrics_routes(metrics.collect), *pressure_routes(gauge.read)])
+        host, port = parse_address(listen, "server.http")
+        server = self.settings.server
+        self._http = HttpServer(
+            app, host, port, tls_certificate=server.tls_certificate, tls_key=server.tls_key,
+            tls_client_ca=server.tls_client_ca,
+        )  # fmt: skip
+        return await self._http.start()
 
     async def stop(self) -> None:
         """Drain: no new clients, answers to what was asked, then everything down."""
         self.ready = False
         await self.broker.drain(self.settings.server.drain_s)
         await self._tcp.stop()
+        await self._zmq.stop()
+        self.engine.on_commit = None
+        self._fanout.stop()
+        if self._gauging is not None:
+            self._gauging.cancel()
+            await asyncio.gather(self._gauging, return_exceptions=True)
+        if self._http is not None:
+            await self._http.stop()
         await self.engine.close()
-
-
-def address(text: str) -> tuple[str, int]:
-    """Host and port of an address.
-
-    >>> address("127.0.0.1:5557"), address("[::1]:0")
-    (('127.0.0.1', 5557), ('::1', 0))
-    """
-    host, colon, port = text.rpartition(":")
-    if not colon or not port.isdecimal() or int(port) > 65_535:
-        raise InvalidSettings(
-            f"{text!r} is no address; write host:port, such as 127.0.0.1:5557", value=text
-        )
-    return host.strip("[]"), int(port)

@@ -1,6 +1,6 @@
 """Fanout: everything that is committed, for whoever listens, over a PUB socket.
 
-At most once: who is not connected misses it, and who is slow loses some. Every batch is a message
+At most once: who is not connected misses it, and who is slow loses some, or its connection. Every batch is a message
 of three parts: its topic, an envelope and the encoded batch. ZeroMQ subscribes by prefix.
 """
 
@@ -18,14 +18,15 @@ from penstock.model.errors import InvalidSettings
 from penstock.model.settings import Settings
 from penstock.server.curve import Gate
 from penstock.server.zmq_listener import bind, configure, is_loopback
+from penstock.server.zmq_peers import Peers
 from penstock.wire.frame import ENVELOPE, MAGIC, VERSION, Kind, Mark
 
 # Batches that wait for one subscriber; what comes while there are more, it loses.
 AHEAD_BATCHES = 1_000
-# Bytes that wait for all subscribers together, and how many batches may wait for one beyond that:
-# those that keep up lose nothing because of one that does not.
+# Bytes that wait for all subscribers together: beyond, the slowest loses its connection, and one
+# more with every step. At twice as many, nothing is sent.
 BUFFER_BYTES = 64 << 20
-SQUEEZED_BATCHES = 16
+STEP_BYTES = 8 << 20
 # Distinct prefixes that are told apart; with more, every batch is sent to libzmq, which filters.
 MAX_PREFIXES = 16_384
 # A subscription is a prefix of a topic; libzmq cuts a connection that sends more.
@@ -58,7 +59,8 @@ class Fanout:
         self._held: dict[int, _Held] = {}
         self._held_bytes = 0
         self._freed: deque[weakref.ref[memoryview]] = deque()
-        self._squeezed = False
+        self._limit_bytes = 0
+        self._peers: Peers
         self._socket: Socket
         self._pump: Pump
         self._opened: ExitStack | None = None
@@ -83,6 +85,8 @@ class Fanout:
             self._socket.set(zmq.MAXMSGSIZE, MAX_SUBSCRIPTION_BYTES)
             self._socket.set(zmq.SNDHWM, AHEAD_BATCHES)
             gate.guard(self._socket)
+            self._peers = Peers(context, self._socket, server.max_connections, None)
+            opened.callback(self._peers.close)
             bound = bind(self._socket, host, port, "server.pub")
             self._pump = Pump(self._socket, self._receive)
             opened.callback(self._pump.stop)
@@ -121,7 +125,8 @@ class Fanout:
         return known
 
     def _send(self, batch: EventBatch) -> None:
-        self._squeeze(self.held_bytes() > BUFFER_BYTES)
+        if not self._room():
+            return
         encoded = memoryview(batch.encode())
         held = _Held(encoded, self._freed.append)  # called in a thread of pyzmq
         held.size_bytes = len(encoded)
@@ -131,10 +136,17 @@ class Fanout:
         self._socket.send(ENVELOPE_BYTES, MORE)
         self._socket.send(zmq.Frame(encoded, copy=False), NOBLOCK, copy=False)
 
-    def _squeeze(self, squeezed: bool) -> None:
-        if squeezed != self._squeezed:
-            self._squeezed = squeezed
-            self._socket.set(zmq.SNDHWM, SQUEEZED_BATCHES if squeezed else AHEAD_BATCHES)
+    def _room(self) -> bool:
+        """Whether there is room for another batch; makes some at the cost of whoever needs it most."""
+        held = self.held_bytes()
+        if held <= BUFFER_BYTES:
+            self._limit_bytes = BUFFER_BYTES
+        elif held > self._limit_bytes:
+            self._limit_bytes = held + STEP_BYTES
+            slowest = self._peers.slowest()
+            if slowest is not None:
+                self._peers.cut(slowest, f"{held} bytes wait for subscribers; it is the slowest")
+        return held <= 2 * BUFFER_BYTES
 
     def _receive(self) -> bool:
         for _ in range(SUBSCRIPTIONS_PER_TURN):

@@ -76,7 +76,7 @@ class QueueOutlet:
                 return
         meta = Deliver(self._feed, number, leased.attempt, skip)
         self._session.send(Frame(Kind.DELIVER, 0, encode(meta), (batch.encode(),)))
-        self._session.delivered(batch, batch.count - len(skip))
+        self._session.delivered(batch, batch.count - len(skip), leased.attempt)
         if not self._session.hello.supports_ack:
             self._hand(leased, batch.count)
             for index in range(batch.count):
@@ -99,6 +99,11 @@ class QueueOutlet:
             self._try(number, leased, index, leased.reject, index, reason)
         for index, seconds in settlement.extends:
             self._try(number, leased, index, leased.extend, index, seconds)
+        count = self._session.count_settled
+        count("ack", sum(acks[1::2]))
+        count("nack", len(settlement.nacks))
+        count("reject", len(settlement.rejects))
+        count("extend", len(settlement.extends))
         self.drop_settled(number)
 
     def drop_settled(self, number: int) -> None:
@@ -126,6 +131,7 @@ class QueueOutlet:
                 error = raised
             else:
                 return
+        self._session.count_settled("late", 1)
         self._session.send(Frame(Kind.REFUSED, 0, encode(Refused(number, index, to_fault(error)))))
 
     def refuse(self, settlement: Settlement) -> None:

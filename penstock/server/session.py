@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from penstock.core.entry import GroupSpec, SessionPut
 from penstock.core.retry import Retry
 from penstock.engines import request as requests
-from penstock.engines.answers import REQUESTS
 from penstock.engines.dispatcher import Dispatcher
 from penstock.engines.engine import Subscribe as Wanted
 from penstock.engines.groups import DIRECT
@@ -26,7 +25,10 @@ from penstock.model.errors import (
     ProtocolViolation,
 )
 from penstock.model.event import Identity
-from penstock.server.inbound import ADMIN, check_tenant
+from penstock.model.topic import is_wildcard
+from penstock.server.admin_tenancy import Tenancy
+from penstock.server.asking import Asking
+from penstock.server.inbound import ADMIN, REPLY_PREFIX
 from penstock.server.outlet import LogOutlet, QueueOutlet, stopped_frame
 from penstock.server.storing import Storing
 from penstock.wire import message as say
@@ -63,14 +65,15 @@ class Session:
         self.settled = 0
         self.feeds: dict[int, QueueOutlet | LogOutlet] = {}
         self._broker = broker
-        self._storing = Storing(broker.engine, self)
+        self._storing = Storing(broker.engine, self, broker.tally)
+        asking = Asking(broker, self)
         self._attached = asyncio.Event()
         self._delivery = 0
         self._answers: dict[int, Frame] = {}
         self._answer_bytes = 0
         self._working: dict[int, asyncio.Task[None]] = {}
         self._patient: set[asyncio.Task[None]] = set()
-        self._own_topics: set[str] = set()
+        self.own_topics: set[str] = set()
         self._opening: dict[int, asyncio.Future[None]] = {}
         self._handlers: dict[int, Callable[[Frame], Awaitable[Frame]]] = {
             Kind.PUBLISH: self._storing.publish,
@@ -79,9 +82,9 @@ class Session:
             Kind.UNSUBSCRIBE: self._unsubscribe,
             Kind.FETCH: self._fetch,
             Kind.COMMIT: self._commit,
-            Kind.READ: self._read,
-            Kind.ASK: self._ask,
-            Kind.FLUSH: self._flush,
+            Kind.READ: asking.read,
+            Kind.ASK: asking.ask,
+            Kind.FLUSH: asking.flush,
         }
 
     def entry(self) -> SessionPut:
@@ -230,9 +233,14 @@ class Session:
         """Where leases come from."""
         return self._broker.engine.dispatcher
 
-    def delivered(self, batch: EventBatch, events: int) -> None:
+    def delivered(self, batch: EventBatch, events: int, attempt: int) -> None:
         """Count what was sent to the client."""
-        self._broker.delivered(batch, events)
+        self._broker.delivered(batch, events, attempt)
+
+    def count_settled(self, kind: str, events: int) -> None:
+        """Count what the client settled."""
+        if events:
+            self._broker.tally.settled(kind, events)
 
     async def _subscribe(self, frame: Frame) -> Frame:
         wish = decode(frame.meta, say.Subscribe)
@@ -242,8 +250,7 @@ class Session:
         wanted = Wanted(
             wish.group, wish.spec, wish.member, min(wish.max_inflight, limit), self.identity
         )
-        for pattern in wish.spec.patterns:
-            check_tenant(self.identity, pattern)
+        self.may_read(wish.spec.patterns)
         opening = self._opening[wish.feed] = asyncio.get_running_loop().create_future()
         adopted: dict[int, list[int]] = {}
         try:
@@ -258,13 +265,30 @@ class Session:
             opening.set_result(None)
         return Frame(Kind.RESULT, frame.request, encode(say.Joined(adopted)))
 
+    def may_read(self, patterns: Sequence[str]) -> None:
+        """A tenant reads its own topics and those that belong to nobody; an admin reads all."""
+        if ADMIN in self.identity.roles:
+            return
+        own = Tenancy(self._broker.engine, self.identity.tenant)
+        for pattern in patterns:
+            inbox = pattern.startswith(REPLY_PREFIX)
+            if (
+                not inbox
+                and not own.pattern(pattern)
+                and (is_wildcard(pattern) or not own.open_topic(pattern))
+            ):
+                raise AccessDenied(
+                    f"{pattern!r} can select topics of other tenants; name the version and tenant, "
+                    f"as in orders.created.v1.{own.tenant}, or ask for a token with role admin",
+                    pattern=pattern,
+                )
+
     async def open_direct(self) -> None:
         """Serve what the client registered for: a group of its own, known by its name (row T4)."""
         if not self.hello.subscriptions or DIRECT_FEED in self.feeds:
             return
         delivery = self._broker.engine.settings.delivery
-        for pattern in self.hello.subscriptions:
-            check_tenant(self.identity, pattern)
+        self.may_read(self.hello.subscriptions)
         limit = self._broker.max_inflight(self.identity.tenant)
         wanted = Wanted(
             f"{DIRECT}{self.hello.client}",
@@ -309,7 +333,7 @@ class Session:
         feed = decode(frame.meta, say.Feed).feed
         await self._opened(feed)
         batch = await self.log_outlet(feed).fetch()
-        self.delivered(batch, batch.count)
+        self._broker.delivered(batch, batch.count, 1)
         return Frame(Kind.RESULT, frame.request, b"", (batch.encode(),))
 
     async def _commit(self, frame: Frame) -> Frame:
@@ -318,52 +342,6 @@ class Session:
         outlet = self.log_outlet(commit.feed)
         outlet.mark(commit.marks)
         await outlet.reader.commit()
-        return Frame(Kind.RESULT, frame.request, b"")
-
-    # -- reading and administration ------------------------------------------------------------
-
-    async def _read(self, frame: Frame) -> Frame:
-        wish = decode(frame.meta, say.Read)
-        check_tenant(self.identity, wish.topic)
-        parts: list[bytes] = []
-        size = 0
-        end = True
-        batches = self._broker.engine.read(wish.topic, wish.partition, wish.start, wish.stop)
-        async for batch in batches:
-            parts.append(batch.encode())
-            size += len(parts[-1])
-            if size >= wish.max_bytes:
-                end = False
-                break
-        await batches.aclose()  # type: ignore[attr-defined]
-        return Frame(Kind.RESULT, frame.request, encode(say.Chunk(end)), parts)
-
-    async def _ask(self, frame: Frame) -> Frame:
-        wish = decode(frame.meta, say.Ask)
-        kind = REQUESTS.get(wish.request)
-        if kind is None:
-            raise InvalidInput(f"no request is called {wish.request!r}", request=wish.request)
-        try:
-            request = msgspec.convert(wish.fields, kind)
-        except msgspec.ValidationError as error:
-            raise InvalidInput(f"{wish.request}: {error}", request=wish.request) from None
-        self._may_ask(request)
-        answer = await self._broker.ask(request)
-        if isinstance(request, requests.CreateTopic) and request.spec.ephemeral:
-            self._own_topics.add(request.topic)
-        return Frame(Kind.RESULT, frame.request, msgspec.msgpack.encode(answer))
-
-    def _may_ask(self, request: Any) -> None:
-        if ADMIN in self.identity.roles:
-            return
-        topic = getattr(request, "topic", None)
-        if isinstance(topic, str):
-            check_tenant(self.identity, topic)
-        if isinstance(request, requests.ExportAudit):
-            raise AccessDenied("only an admin exports the audit chain to the broker's disk")
-
-    async def _flush(self, frame: Frame) -> Frame:
-        await self._broker.engine.flush()
         return Frame(Kind.RESULT, frame.request, b"")
 
     # -- the end -------------------------------------------------------------------------------
@@ -385,7 +363,7 @@ class Session:
             if outlet.wanted.spec.ephemeral
         ]
         self.feeds.clear()
-        for request in (*gone, *map(requests.DeleteTopic, self._own_topics)):
+        for request in (*gone, *map(requests.DeleteTopic, self.own_topics)):
             try:
                 await ask(request)
             except PenstockError as error:

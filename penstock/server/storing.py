@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from penstock.engines.timekeeper import SCHEDULED
 from penstock.model.errors import BusClosed, LeaseExpired, PenstockError
 from penstock.model.event import Receipt
 from penstock.server.inbound import inbound
+from penstock.server.metrics_counters import Counters
 from penstock.wire import message as say
 from penstock.wire.fault import to_fault
 from penstock.wire.frame import Frame, Kind
@@ -25,8 +27,9 @@ if TYPE_CHECKING:
 class Storing:
     """Takes the drafts of one session in."""
 
-    def __init__(self, engine: EmbeddedEngine, session: Session) -> None:
+    def __init__(self, engine: EmbeddedEngine, session: Session, tally: Counters) -> None:
         self._engine = engine
+        self._tally = tally
         self._session = session
         self._bundle = Bundle(engine)
 
@@ -54,13 +57,27 @@ class Storing:
                     places[at] = numbers[places[at]]
                 return Produced(self._session.id, wish.sequence, places)
 
+            started = time.perf_counter()
             answers = await self._bundle.publish(list(drafts.values()), note)
+            seconds = time.perf_counter() - started
             for number, answer in zip(numbers, answers, strict=True):
                 if isinstance(answer, Receipt):
                     receipts[number] = answer
+                    self._count(drafts[number], answer, seconds)
                 else:
                     faults[number] = to_fault(answer)
+                    self._tally.refused(
+                        answer.code.rpartition(".")[2], str(answer.data.get("limit", "none")),
+                        identity.tenant,
+                    )  # fmt: skip
         return Frame(Kind.RESULT, frame.request, encode(say.Published(receipts, faults)))
+
+    def _count(self, draft: Draft, receipt: Receipt, seconds: float) -> None:
+        if receipt.duplicate:
+            self._tally.duplicates(draft.tenant, draft.topic, draft.count)
+            return
+        size = draft.batch.size_bytes if draft.batch is not None else sum(map(len, draft.payloads))
+        self._tally.published(draft.tenant, draft.topic, draft.count, size, seconds)
 
     def _before(self, sequence: int) -> dict[int, list[tuple[int, int, int]]]:
         """Where the drafts of an earlier publish went: partition, offset and count, by draft."""

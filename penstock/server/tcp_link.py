@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from penstock.engines.outbox import Outbox, keep_alive
@@ -19,7 +20,7 @@ from penstock.server.link import Link
 from penstock.server.oldclient import OldClient
 from penstock.wire import oldcommand
 from penstock.wire.fault import to_fault
-from penstock.wire.frame import Frame, Kind, Mark
+from penstock.wire.frame import Frame, Kind
 from penstock.wire.mark import for_mark, from_mark, marks
 from penstock.wire.message import encode
 from penstock.wire.negotiation import MARKS, NEGOTIATE, answer, choose, refuse
@@ -33,6 +34,7 @@ from penstock.wire.stream import (
 
 log = logging.getLogger("penstock.server.tcp")
 
+HELLO, WELCOME = int(Kind.HELLO), int(Kind.WELCOME)  # compared with each frame; enums are slower
 # From connecting to being welcomed; a client that says nothing costs a socket for this long.
 HANDSHAKE_S = 10.0
 # Largest frame of a client that was not welcomed yet: room for a Hello that resumes a large session.
@@ -92,6 +94,7 @@ class TcpLink(asyncio.BufferedProtocol):
         self._connection: Connection | None = None
         self._old: OldClient | None = None
         self._first = True
+        self._handle: Callable[[Message], None] = self._negotiate
         self._greeting = False
         self._mark = 0
         self._compressor = 0
@@ -166,7 +169,7 @@ class TcpLink(asyncio.BufferedProtocol):
             return
         if frame.request in self._unanswered:
             self._answered(frame.request)
-        if frame.kind == Kind.WELCOME:
+        if frame.kind == WELCOME:
             self.welcomed()
         if self._mark:
             frame = self._translated(frame)
@@ -220,66 +223,61 @@ class TcpLink(asyncio.BufferedProtocol):
         """Judge a client by its first byte."""
         if first in oldcommand.COMMANDS:
             self._old = OldClient(self, self._server.settings)
-            self._guard(self._greet_old)
+            self._handle = self._command
         elif first != NEGOTIATE:
             words = f"a connection does not begin with byte 0x{first:02x}; is it TLS, or HTTP?"
             self._fail(ProtocolViolation(words))
 
-    def _greet_old(self) -> None:
-        assert self._old is not None
-        self._connection = self._old.start(self._server.connected)
-        self._greeting = True
-        self.hold(True)
-
     def _take_all(self, messages: list[Message]) -> None:
-        for message in messages:
-            if self._ending:
-                return
-            self._guard(self._take, message)
+        try:
+            for message in messages:
+                if self._ending:
+                    return
+                self._handle(message)
+        except PenstockError as error:
+            self._fail(error)
+        except Exception as error:
+            log.exception("the broker failed on a frame", extra={"peer": self.peer})
+            self._fail(error)
         if self._reader.broken is not None:
             self._fail(self._reader.broken)
 
-    def _guard(self, call: Any, *args: Any) -> None:
-        try:
-            call(*args)
-        except PenstockError as error:
-            self._fail(error)
+    def _command(self, message: Message) -> None:
+        assert self._old is not None
+        if self._connection is None:
+            self._connection = self._old.start(self._server.connected)
+            self._greeting = True
+            self.hold(True)
+        self._old.command(*message)
 
-    def _take(self, message: Message) -> None:
-        if self._old is not None:
-            self._old.command(*message)
-        elif self._connection is None:
-            self._negotiate(*message)
-        else:
-            self._receive(self._connection, message)
-
-    def _negotiate(self, command: int, body: Any) -> None:
-        if command != NEGOTIATE:
-            raise ProtocolViolation("a connection begins with 0xFE, the negotiation")
+    def _negotiate(self, message: Message) -> None:
+        _, body = message
         choice = choose(body, self._settings.max_frame_bytes, marks())
         self._connection = self._server.connected(self)
+        self._handle = self._receive
         self._mark = MARKS[choice.mark]
         self._compressor = COMPRESSORS.index(choice.compressor)
         self._outbox.put([answer(choice)])
 
-    def _receive(self, connection: Connection, message: Message) -> None:
+    def _receive(self, message: Message) -> None:
         frame = decode_frame(message, self._reader.limit_bytes)
         size = len(message[1])
         if size >= COUNTED_BYTES and frame.request and frame.request not in self._unanswered:
             self._unanswered[frame.request] = size
             self._unanswered_bytes += size
             self.hold(False)
-        if frame.kind == Kind.HELLO and self._timer is not None:
+        if frame.kind == HELLO and self._timer is not None:
             # What an eager client sends behind its Hello waits in the socket.
             self._greeting = True
             self.hold(True)
-        if frame.mark != Mark.RAW:
+        if frame.mark:
             try:
                 frame = from_mark(frame)
             except PenstockError as error:
                 self.send(Frame(Kind.FAULT, frame.request, encode(to_fault(error))))
                 return
-        connection.received(frame)
+        assert self._connection is not None
+        self._connection.received(frame)
 
     def _answered(self, request: int) -> None:
         self._unanswered_bytes -= self._unanswered.pop(request)
@@ -314,18 +312,18 @@ class TcpLink(asyncio.BufferedProtocol):
     def _too_slow(self) -> None:
         self._fail(ProtocolViolation(f"no handshake within {HANDSHAKE_S:g} s; the broker hangs up"))
 
-    def _fail(self, error: PenstockError) -> None:
+    def _fail(self, error: Exception) -> None:
         if self._ending:
             return
-        log.warning("client refused", extra={"peer": self.peer, "reason": str(error)})
+        fault = to_fault(error)
+        log.warning("client refused", extra={"peer": self.peer, "reason": fault.message})
         if self._old is not None:
-            fault = to_fault(error)
             self.write(oldcommand.Error(fault.code, fault.message).message())
         elif self._connection is None:
             self.write(refuse(error))
         else:
-            self.send(Frame(Kind.FAULT, 0, encode(to_fault(error))))
-        self._end(error.message)
+            self.send(Frame(Kind.FAULT, 0, encode(fault)))
+        self._end(fault.message)
 
     def _lose(self) -> None:
         """Tell the broker, once; it need not wait for last words to arrive."""

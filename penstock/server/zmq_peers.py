@@ -35,8 +35,8 @@ WIRE_COST_BYTES = 1 << 20
 
 # SO_LINGER: on, for no time at all
 _RESET = struct.pack("ii", 1, 0)
-# tcpi_bytes_received in struct tcp_info of Linux
-_BYTES_RECEIVED = struct.Struct("=128xQ")
+# tcpi_bytes_acked, tcpi_bytes_received and tcpi_notsent_bytes in struct tcp_info of Linux
+_TRAFFIC = struct.Struct("=120xQQ8xI")
 WATCHED = int(
     zmq.EVENT_ACCEPTED
     | zmq.EVENT_DISCONNECTED
@@ -49,8 +49,8 @@ class Peer:
     """One connection, whoever it is."""
 
     __slots__ = (
-        "base_bytes", "early_bytes", "ending", "fd", "messages", "name", "seen", "since_s",
-        "stranger", "violations",
+        "acked_bytes", "base_bytes", "early_bytes", "ending", "fd", "messages", "name", "seen",
+        "since_s", "stranger", "violations",
     )  # fmt: skip
 
     def __init__(self, fd: int, name: str, since_s: float) -> None:
@@ -66,6 +66,7 @@ class Peer:
         self.ending = False
         self.seen = 0
         self.base_bytes = 0
+        self.acked_bytes = 0
 
 
 class Peers:
@@ -76,12 +77,13 @@ class Peers:
         context: Context,
         socket: Socket,
         max_connections: int,
-        max_frame_bytes: int,
-        on_gone: Callable[[int], None],
+        max_frame_bytes: int | None,
+        on_gone: Callable[[int], None] = lambda fd: None,
     ) -> None:
+        """Without `max_frame_bytes` nobody has to introduce themselves, and nobody is looked at."""
         self._loop = asyncio.get_running_loop()
         self._max_peers = max_connections + MAX_STRANGERS
-        self._max_message_bytes = max_frame_bytes + WIRE_COST_BYTES
+        self._max_message_bytes = max_frame_bytes
         self._on_gone = on_gone
         self._peers: dict[int, Peer] = {}
         self._strangers: dict[int, Peer] = {}
@@ -120,6 +122,17 @@ class Peers:
         except OSError as error:
             log.info("it was gone already: %s", error, extra={"peer": peer.name})
 
+    def slowest(self) -> Peer | None:
+        """Of the peers that have something to read, the one that read least since the last call."""
+        self._monitor.drain()
+        slowest, least = None, 0
+        for peer in self._peers.values():
+            acked, _, unsent = _traffic(peer.fd)
+            progress, peer.acked_bytes = acked - peer.acked_bytes, acked
+            if unsent and not peer.ending and (slowest is None or progress < least):
+                slowest, least = peer, progress
+        return slowest
+
     def close(self) -> None:
         """Watch no more; call it before the socket is closed."""
         if self._look is not None:
@@ -151,10 +164,12 @@ class Peers:
             name = "?"
         peer = Peer(fd, name, self._loop.time())
         alone = not self._strangers
-        self._peers[fd] = self._strangers[fd] = peer
+        self._peers[fd] = peer
+        if self._max_message_bytes is not None:
+            self._strangers[fd] = peer
         if len(self._peers) > self._max_peers:
             self._loop.call_soon(self.cut, peer, "too many connections")
-        if alone:
+        if alone and self._strangers:
             self._look_again()
 
     # -- looking after them ------------------------------------------------------------------------
@@ -165,7 +180,7 @@ class Peers:
         for peer in list(self._strangers.values()):
             if now_s - peer.since_s > STRANGER_S:
                 self.cut(peer, f"not welcomed within {STRANGER_S:g} s")
-            elif _received_bytes(peer.fd) > STRANGER_BYTES:
+            elif _traffic(peer.fd)[1] > STRANGER_BYTES:
                 self.cut(peer, f"more than {STRANGER_BYTES} bytes before it was welcomed")
         if now_s - self._looked_s >= LOOK_S:
             self._looked_s = now_s
@@ -181,12 +196,13 @@ class Peers:
 
     def _check_progress(self, peer: Peer) -> None:
         """Whether a message grows and grows: bytes arrive, but no message is ever complete."""
-        if peer.stranger:  # that is checked more closely
+        limit = self._max_message_bytes
+        if limit is None or peer.stranger:  # strangers are checked more closely
             return
         if peer.messages != peer.seen:
             peer.seen = peer.messages
-            peer.base_bytes = _received_bytes(peer.fd)
-        elif _received_bytes(peer.fd) - peer.base_bytes > self._max_message_bytes:
+            peer.base_bytes = _traffic(peer.fd)[1]
+        elif _traffic(peer.fd)[1] - peer.base_bytes > limit + WIRE_COST_BYTES:
             self.cut(peer, "a message over server.max_frame_bytes")
 
 
@@ -195,16 +211,17 @@ def _name(connection: net.socket) -> str:
     return f"{host}:{port}"
 
 
-def _received_bytes(fd: int) -> int:
-    """What a connection has received so far; 0 where the system does not tell."""
+def _traffic(fd: int) -> tuple[int, int, int]:
+    """Bytes a connection has sent, received and still to send; zeros where the system does not tell."""
     try:
         connection = net.socket(net.AF_INET, net.SOCK_STREAM, 0, fileno=fd)
     except OSError:
-        return 0
+        return 0, 0, 0
     try:
-        info = connection.getsockopt(net.IPPROTO_TCP, net.TCP_INFO, _BYTES_RECEIVED.size)
-        return int(_BYTES_RECEIVED.unpack(info)[0])
+        info = connection.getsockopt(net.IPPROTO_TCP, net.TCP_INFO, _TRAFFIC.size)
+        acked, received, unsent = _TRAFFIC.unpack(info)
     except (OSError, struct.error):
-        return 0
+        return 0, 0, 0
     finally:
         connection.detach()  # it is libzmq's, not ours to close
+    return acked, received, unsent

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from penstock.model.errors import PenstockError, ProtocolViolation, WrongProtocolVersion
+from penstock.model.errors import ProtocolViolation, WrongProtocolVersion
 from penstock.wire.fault import to_error, to_fault
 from penstock.wire.frame import VERSION, Bytes, Mark
 from penstock.wire.message import Fault
@@ -90,7 +90,7 @@ def answer(choice: Choice) -> bytes:
     return encode_message(NEGOTIATE, msgspec.json.encode(choice))
 
 
-def refuse(error: PenstockError) -> bytes:
+def refuse(error: Exception) -> bytes:
     """The message a server answers with before it closes the connection."""
     return encode_message(NEGOTIATE, msgspec.json.encode(_Refusal(to_fault(error))))
 

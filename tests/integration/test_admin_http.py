@@ -787,7 +787,8 @@ async def test_what_is_not_there(site: Site) -> None:
         answer = await client.post("/api/admin/topics/t", json={})
         error_of(answer, 405, "invalid")
         assert set(answer.headers["allow"].split(", ")) == {"GET", "HEAD", "PATCH", "DELETE"}
-        assert (await client.get("/api/admin/dlq/", follow_redirects=False)).status_code == 404
+        assert (await client.get("/api/admin/dlq/")).status_code == 404
+        error_of(await client.get("/api/admin/topics/"), 404, "notfound")
 
 
 async def test_errors_have_a_status_and_say_when_to_come_back(

@@ -54,6 +54,8 @@ class Recorder:
     def received(self, frame: Frame) -> None:
         assert frame.mark == Mark.RAW
         self.frames.append(frame)
+        if frame.meta == b"bug":
+            raise ZeroDivisionError("a bug in the broker")
         if frame.kind == Kind.HELLO:
             self.link.send(Frame(Kind.WELCOME, frame.request, say.encode(say.Welcome("s", "b"))))
         elif frame.kind == Kind.PUBLISH and self.echo:
@@ -425,6 +427,15 @@ async def test_unanswered_requests_stop_the_reading(
         connection.link.send(Frame(Kind.RESULT, number, b""))
     assert not connection.link.holding
     assert [(await soon(client.frames.get())).request for _ in range(64)] == list(range(1, 65))
+
+
+async def test_a_bug_costs_one_connection(harness: Harness) -> None:
+    client, control = await harness.client(), await harness.client()
+    answer = await client.call(Frame(Kind.PUBLISH, 1, b"bug"))
+    fault = say.decode(answer.meta, say.Fault)
+    assert (fault.code, "ZeroDivisionError" in fault.message) == ("error", True)
+    await soon(client.reasons.get())
+    assert (await control.call(Frame(Kind.PUBLISH, 1, b""))).request == 1
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -268,9 +268,16 @@ def test_a_batch_of_many_publishes_is_linked_to_them(spans: Spans) -> None:
     assert len(spans.all()[-1].links) == tracing.MAX_LINKS
 
 
-def test_a_batch_without_context_begins_a_trace(spans: Spans) -> None:
-    tracing.delivering(EventBatch.build("orders", [b"x"]), "billing", 1)
-    assert parent(spans.one("deliver orders")) is None
+def test_what_has_no_context_begins_a_trace(spans: Spans) -> None:
+    """Whatever span happens to be current: a consumer's loop is not where an event comes from."""
+    batch = EventBatch.build("orders", [b"x"])
+    with tracing.tracer.start_as_current_span("loop"):  # type: ignore[union-attr]
+        tracing.delivering(batch, "billing", 1)
+        with tracing.handling(batch.event(0)):
+            pass
+        with tracing.receiving([arrived(batch)]):
+            pass
+    assert [parent(span) for span in spans.all()] == [None] * 4
 
 
 # -- headers ---------------------------------------------------------------------------------------

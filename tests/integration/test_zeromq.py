@@ -410,20 +410,20 @@ async def test_an_eager_stranger_is_stopped() -> None:
 async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The broker refuses clients by name; beyond those, connections are not even kept."""
     monkeypatch.setattr(zmq_peers, "MAX_STRANGERS", 5)
-    async with serving(EchoBroker(room=1), max_connections=1) as (server, _, port):
-        async with Client(port) as control:
-            refused = Client(port)
-            await refused.link.open(refused.frames.put_nowait, refused.lost_because.append)
-            answer = await refused.call(Frame(Kind.HELLO, 9, b""))
-            assert (answer.kind, answer.request) == (Kind.FAULT, 9)
-            assert decode(answer.meta, Fault).code == "rejected.deferred"
-            await until(lambda: refused.lost_because)
-            crowd = [net.create_connection(("127.0.0.1", port)) for _ in range(20)]
-            await until(lambda: len(server.peers) > 1)
-            await until(lambda: len(server.peers) <= 6)
-            await control.echo()
-            for connection in crowd:
-                connection.close()
+    serve = serving(EchoBroker(room=1), max_connections=1)
+    async with serve as (server, _, port), Client(port) as control:
+        refused = Client(port)
+        await refused.link.open(refused.frames.put_nowait, refused.lost_because.append)
+        answer = await refused.call(Frame(Kind.HELLO, 9, b""))
+        assert (answer.kind, answer.request) == (Kind.FAULT, 9)
+        assert decode(answer.meta, Fault).code == "rejected.deferred"
+        await until(lambda: refused.lost_because)
+        crowd = [net.create_connection(("127.0.0.1", port)) for _ in range(20)]
+        await until(lambda: len(server.peers) > 1)
+        await until(lambda: len(server.peers) <= 6)
+        await control.echo()
+        for connection in crowd:
+            connection.close()
 
 
 # -- comings and goings --------------------------------------------------------------------------
@@ -498,17 +498,17 @@ async def test_lost_is_said_once_and_not_after_close() -> None:
 
 async def test_a_client_that_never_reads() -> None:
     """Row T1: it costs a bounded number of bytes, then its connection; others do not notice."""
-    async with serving(send_buffer_bytes=1 << 20) as (server, broker, port):
-        async with Client(port) as control:
-            with await asyncio.to_thread(zmtp, port) as connection:
-                for frame in (hello(), Frame(Kind.READ, 2, b"").multipart()):
-                    connection.sendall(b"\x01\x10" + bytes(frame[0]) + b"\x00\x00")
-                await until(lambda: broker.flooded > 0)
-                await control.echo()
-                await until(lambda: len(server.links) == 1)
-            assert broker.flooded < 6 << 20
-            assert "unread" in broker.connections[1].lost_because[0]
+    serve = serving(send_buffer_bytes=1 << 20)
+    async with serve as (server, broker, port), Client(port) as control:
+        with await asyncio.to_thread(zmtp, port) as connection:
+            for frame in (hello(), Frame(Kind.READ, 2, b"").multipart()):
+                connection.sendall(b"\x01\x10" + bytes(frame[0]) + b"\x00\x00")
+            await until(lambda: broker.flooded > 0)
             await control.echo()
+            await until(lambda: len(server.links) == 1)
+        assert broker.flooded < 6 << 20
+        assert "unread" in broker.connections[1].lost_because[0]
+        await control.echo()
 
 
 async def test_half_open_connections_are_noticed() -> None:
@@ -572,9 +572,9 @@ async def test_a_port_that_is_taken() -> None:
 async def test_curve_with_the_right_keys() -> None:
     """Row T1: encrypted with CURVE; the client's own key is made up when none is listed."""
     _, secret = make_keys()
-    async with serving(curve_secret_key=secret) as (_, _, port):
-        async with Client(port, server_key=public_key(secret)) as client:
-            await client.echo(os.urandom(200_000))
+    serve = serving(curve_secret_key=secret)
+    async with serve as (_, _, port), Client(port, server_key=public_key(secret)) as client:
+        await client.echo(os.urandom(200_000))
 
 
 async def test_curve_with_the_wrong_key_of_the_broker() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+
 import pytest
 import zmq
 from hypothesis import given
@@ -23,26 +26,19 @@ def test_keys_are_pairs() -> None:
 
 @given(st.text(max_size=50))
 def test_anything_else_is_no_key(text: str) -> None:
-    """Either it is a key or InvalidSettings names the setting."""
-    try:
-        key = curve_key(text, "server.curve_secret_key")
-    except InvalidSettings as error:
-        assert error.key == "server.curve_secret_key"
-        assert "40 characters" in error.message
-    else:
-        assert len(z85.decode(key)) == 32
+    """Nothing but Z85 text of 40 characters comes through, and nothing else is raised."""
+    with contextlib.suppress(InvalidSettings):
+        assert len(z85.decode(curve_key(text, "server.curve_secret_key"))) == 32
 
 
 @pytest.mark.parametrize("text", ["", "a" * 39, "a" * 41, "ä" * 40, '"' * 40, "#" * 40, "\0" * 40])
 def test_near_misses_are_no_keys(text: str) -> None:
-    with pytest.raises(InvalidSettings):
+    with pytest.raises(InvalidSettings, match=r"client\.curve_server_key.*40 characters"):
         curve_key(text, "client.curve_server_key")
 
 
 async def ask(question: list[bytes], clients: tuple[str, ...]) -> list[bytes]:
     """What the gate answers to a ZAP request."""
-    import asyncio
-
     context = zmq.Context()
     gate = Gate(context, Server(curve_secret_key=make_keys()[1], curve_clients=clients))
     asking = context.socket(zmq.REQ)

@@ -27,6 +27,7 @@ from penstock.core.entry import GroupSpec
 from penstock.core.lease import OUT, Lane
 from penstock.core.quota import AdmissionLimits, TenantLimits
 from penstock.core.retry import Retry
+from penstock.core.takeup import ledgers
 from penstock.server.metrics import Metrics, metrics_routes
 from penstock.server.metrics_catalogue import FAMILIES, reference
 from penstock.server.metrics_counters import (
@@ -245,6 +246,19 @@ async def test_ten_thousand_real_topics_and_many_groups(scraped: Scraped) -> Non
     assert len((await scraped.text()).text) < 200_000
 
 
+async def test_the_rest_is_as_old_as_its_oldest(scraped: Scraped) -> None:
+    """Under "other" events add up, and ages do not."""
+    for number in range(MAX_GROUPS):
+        scraped.counters.labels.group(f"group-{number}")
+    await scraped.bus.publish("orders", b"x")
+    for name, topic in (("idle", "nothing"), ("late", "orders"), ("later", "orders")):
+        await scraped.engine.groups.ensure(name, GroupSpec(patterns=(topic,)))
+    await asyncio.sleep(0.05)
+    assert await scraped.values("penstock_group_lag_events") == {(OTHER,): 2}
+    for name in ("penstock_group_oldest_seconds", "penstock_group_waiting_seconds"):
+        assert 0.05 <= (await scraped.values(name))[OTHER,] < 5
+
+
 def test_names_the_bus_makes_up_share_a_label() -> None:
     """Inboxes and listeners come with every client: they must not use up the room of topics."""
     count = Counters()
@@ -302,9 +316,9 @@ def test_owed_by_leases_is_owed_by_events(order: str) -> None:
     for seed in range(60):
         group = random_walk(random.Random(seed), order)
         owed = owed_by(group)
-        ledgers = group.ledgers(0.0)
+        debts = ledgers(group, 0.0)
         assert owed.events == group.outstanding()
-        lowest = {place: each.floor() for place, each in ledgers.items() if each.outstanding()}
+        lowest = {place: each.floor() for place, each in debts.items() if each.outstanding()}
         assert owed.lowest == lowest
         seen += owed.events
     assert seen > 1_000, "the walks leave something in hand"

@@ -16,13 +16,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import penstock
-from penstock.cli.app import COMMANDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-pytest.importorskip("penstock.server.daemon")
-pytestmark = pytest.mark.skipif("up" not in COMMANDS, reason="`up` is not a command yet")
 
 ANY = ("--tcp", "127.0.0.1:0", "--zmq", "127.0.0.1:0", "--pub", "127.0.0.1:0", "--http", "127.0.0.1:0")  # fmt: skip
 TOKEN = ("--set", "auth.admin_token=0123456789abcdef")
@@ -98,8 +94,6 @@ def test_it_says_where_it_listens_and_drains_on_sigterm(cli: Any, up: Callable[.
 def test_it_is_ready_when_it_says_so(up: Callable[..., Up]) -> None:
     """T16: health and readiness over HTTP, at the address in ports.json."""
     found = up().ports()
-    if "http" not in found["urls"]:
-        pytest.skip("the daemon has no HTTP service yet")
     assert get(found["urls"]["http"] + "/ready") == (200, {"ready": True})
     assert get(found["urls"]["http"] + "/health") == (200, {"alive": True})
 
@@ -296,6 +290,18 @@ def test_a_signal_while_it_starts_ends_it(stand_in: Callable[..., Up], wait: Any
     assert (code, out) == (0, b"")
     assert "stopped before it was ready" in err
     assert not (broker.data / "ports.json").exists()
+
+
+def test_what_a_killed_broker_left_is_gone_while_the_next_one_starts(
+    cli: Any, stand_in: Callable[..., Up], wait: Any
+) -> None:
+    cli.data.mkdir()
+    (cli.data / "penstock.json").write_text('{"format": 1}')
+    (cli.data / "ports.json").write_text("left by a broker that was killed")
+    broker = stand_in(START_S=60)
+    wait((broker.data / "starting").exists, "it starts")
+    assert not (broker.data / "ports.json").exists()
+    assert broker.end()[0] == 0
 
 
 def test_a_drain_that_hangs_is_given_up(cli: Any, stand_in: Callable[..., Up]) -> None:

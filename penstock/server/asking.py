@@ -1,0 +1,64 @@
+"""Asking: what a client of the broker reads and administers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from penstock.engines import request as requests
+from penstock.engines.answers import REQUESTS
+from penstock.model.errors import InvalidInput
+from penstock.wire import message as say
+from penstock.wire.frame import Frame, Kind
+from penstock.wire.message import decode, encode
+
+if TYPE_CHECKING:
+    from penstock.server.broker import Broker
+    from penstock.server.session import Session
+
+
+class Asking:
+    """Answers reads and administrative requests of one session."""
+
+    def __init__(self, broker: Broker, session: Session) -> None:
+        self._broker = broker
+        self._session = session
+
+    async def read(self, frame: Frame) -> Frame:
+        """Stored batches, as many as fit into one answer."""
+        wish = decode(frame.meta, say.Read)
+        self._session.may_read((wish.topic,))
+        parts: list[bytes] = []
+        size = 0
+        end = True
+        batches = self._broker.engine.read(wish.topic, wish.partition, wish.start, wish.stop)
+        async for batch in batches:
+            parts.append(batch.encode())
+            self._broker.tally.replayed(batch.tenant, batch.topic, batch.count)
+            size += len(parts[-1])
+            if size >= wish.max_bytes:
+                end = False
+                break
+        await batches.aclose()  # type: ignore[attr-defined]
+        return Frame(Kind.RESULT, frame.request, encode(say.Chunk(end)), parts)
+
+    async def ask(self, frame: Frame) -> Frame:
+        """Administration, within the rights of the client."""
+        wish = decode(frame.meta, say.Ask)
+        kind = REQUESTS.get(wish.request)
+        if kind is None:
+            raise InvalidInput(f"no request is called {wish.request!r}", request=wish.request)
+        try:
+            request = msgspec.convert(wish.fields, kind)
+        except msgspec.ValidationError as error:
+            raise InvalidInput(f"{wish.request}: {error}", request=wish.request) from None
+        answer = await self._broker.gate.ask(self._session.identity, request)
+        if isinstance(request, requests.CreateTopic) and request.spec.ephemeral:
+            self._session.own_topics.add(request.topic)
+        return Frame(Kind.RESULT, frame.request, msgspec.msgpack.encode(answer))
+
+    async def flush(self, frame: Frame) -> Frame:
+        """Everything settled so far is durable when it is answered."""
+        await self._broker.engine.flush()
+        return Frame(Kind.RESULT, frame.request, b"")

@@ -1,0 +1,44 @@
+"""Tenants as operators see them: the limits in force, and how much of them is used."""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.core.admission import Admission
+from penstock.core.quota import TenantLimits
+
+
+class TenantInfo(msgspec.Struct, frozen=True):
+    """One tenant."""
+
+    tenant: str
+    limits: TenantLimits
+    stored_bytes: int
+    ingress_events: int
+    """Taken in and not yet durable."""
+    refusals: dict[str, int]
+    """By kind and limit, since the broker started."""
+
+
+def tenants_view(admission: Admission) -> list[TenantInfo]:
+    """Every tenant that has limits of its own, stored something, or was refused something.
+
+    >>> from penstock.core.quota import AdmissionLimits
+    >>> limits = AdmissionLimits(tenants={"acme": TenantLimits(max_ingress=10)})
+    >>> [(each.tenant, each.limits.max_ingress) for each in tenants_view(Admission(limits))]
+    [('acme', 10)]
+    """
+    refused: dict[str, dict[str, int]] = {}
+    for (kind, limit, tenant), count in admission.counters.items():
+        refused.setdefault(tenant, {})[f"{kind} {limit}"] = count
+    use = admission.use()
+    names = {*admission.limits.tenants, *use, *refused}
+    return [
+        TenantInfo(
+            name,
+            admission.limits.tenants.get(name, admission.limits.default),
+            *use.get(name, (0, 0)),
+            refused.get(name, {}),
+        )
+        for name in sorted(names)
+    ]
