@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from penstock.bench.measure import Meter, Sample
-from penstock.bench.peers import PEERS
+from penstock.bench.peers import PEERS, Peer
 from penstock.model.errors import AlreadyExists, NotFound
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from pathlib import Path
+
+    PeerSide = Callable[[Peer, "Window"], Awaitable[Sample]]
 
 Unit = Literal["events", "bytes"]
 Operation = Literal[
@@ -77,16 +79,19 @@ class Case:
     """One benchmark: its name, Penstock's side of it, and the peers' operation it is held against.
 
     `prepare` runs once before the rounds (its time is taken from the case's budget, not from a
-    window). Without an `operation` no peer can run the case.
+    window). Without an `operation` no peer can run the case; it is the name of one that
+    `penstock.bench.peers.operation` has, or a function of its own. `rounds` is how many the case
+    takes when nobody says.
     """
 
     name: str
     title: str
     penstock: Callable[[Window], Awaitable[Sample]]
     unit: Unit = "events"
-    operation: Operation | None = None
+    operation: Operation | PeerSide | None = None
     peers: tuple[str, ...] = PEERS
     prepare: Callable[[Window], Awaitable[None]] | None = None
+    rounds: int | None = None
 
     def runs_on(self, peer: str) -> bool:
         """Whether that peer has something to compare."""

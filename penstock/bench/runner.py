@@ -76,7 +76,7 @@ def run_case(
     *,
     folder: Path,
     seconds: float = DEFAULT_SECONDS,
-    rounds: int = DEFAULT_ROUNDS,
+    rounds: int | None = None,
     budget_s: float = BUDGET_S,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
@@ -86,12 +86,14 @@ def run_case(
     with the reason in `left_out`, and `complete` says whether all that were asked for ran.
     """
     case = find_case(name)
+    if rounds is None:
+        rounds = case.rounds or DEFAULT_ROUNDS
     _check(vs, seconds, rounds)
     folder.mkdir(parents=True, exist_ok=True)
     place = Path(tempfile.mkdtemp(prefix="bench-", dir=folder)).resolve()
     run = _Run(case, place, seconds, rounds, time.monotonic() + budget_s, progress or _silent)
     try:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(run.all(list(dict.fromkeys(vs))))
             loop = type(runner.get_loop()).__module__.partition(".")[0]
     finally:
@@ -157,7 +159,7 @@ def _silent(text: str, done: int, total: int) -> None:
     """Progress that nobody watches."""
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     """uvloop for both sides where it is installed: clients of peers gain most from it."""
     with contextlib.suppress(ImportError):
         import uvloop
@@ -184,6 +186,7 @@ class _Run:
     done_rounds: int = 0
     done_turns: int = 0
     overhead_s: dict[str, float] = field(default_factory=dict)
+    load_1m: float = field(default_factory=lambda: os.getloadavg()[0])
 
     @property
     def left_s(self) -> float:
@@ -278,8 +281,10 @@ class _Run:
     async def _measure(self, side: str, window: Window) -> Sample:
         if side == PENSTOCK:
             return await self._in_time(self.case.penstock(window), self.left_s)
-        assert self.case.operation is not None, "only peers with an operation were started"
-        call = OPERATIONS[self.case.operation](self.peers[side], window)
+        operation = self.case.operation
+        assert operation is not None, "only peers with an operation were started"
+        run = OPERATIONS[operation] if isinstance(operation, str) else operation
+        call = run(self.peers[side], window)
         sample = await self._in_time(call, min(self.left_s, window.seconds + TURN_GRACE_S))
         if not sample.per_s:
             raise PenstockError(f"{side} completed nothing in {window.seconds:g} s", peer=side)
@@ -335,7 +340,7 @@ class _Run:
             "left_out": self.left_out,
             "rounds": self.done_rounds,
             "seconds": rounded(statistics.median(self.windows_s)),
-            "machine": _machine(loop, self.syncs_s),
+            "machine": _machine(loop, self.syncs_s) | {"load_1m": rounded(self.load_1m)},
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
             "samples": {

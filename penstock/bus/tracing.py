@@ -87,7 +87,7 @@ def configure(endpoint: str, service_name: str, sample_ratio: float = 1.0) -> No
     except ImportError:
         raise MissingExtra(
             "tracing needs the OpenTelemetry SDK and its OTLP exporter: "
-            "pip install 'penstock[server]'"
+            "pip install 'penstock[tracing]'"
         ) from None
     if not endpoint.startswith(("http://", "https://")) or not 0 <= sample_ratio <= 1:
         raise InvalidSettings(

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from penstock.log.segment import SegmentInfo
     from penstock.model.settings import Settings
 
-MAX_BATCHES = 1_000_000
-"""Batches of a rehearsal, the newest ones: about 200 MB and ten seconds."""
+MAX_BATCHES = 500_000
+"""Batches of a rehearsal, the newest ones: about 100 MB, and 5 s of a core for two sets of limits."""
 
 COLUMNS = ["topic", "append_time", "tenant"]
 

@@ -83,7 +83,8 @@ class Intake:
 
     async def _put_aside(self, draft: Draft) -> None:
         batch = self._engine.layout.build_aside(draft)
-        path, payload = detach(batch)
+        # Its checksum alone takes a loop turn of many milliseconds.
+        path, payload = await self._engine.runtime.read(detach, batch)
         try:
             await self._engine.runtime.read(write_side, self._engine.disk, path, payload)
         except OSError as error:

@@ -71,13 +71,15 @@ class Layout:
 
     def build_aside(self, draft: Draft) -> EventBatch:
         """Lay out a draft of one whose payload goes to a file of its own, named by its token."""
-        batch = draft.build()
+        batch = draft.batch if draft.batch is not None else draft.build()
         batch.token_base = self._tokens.take(self._wall_us() // 1_000, 1)
         return batch
 
     def compress(self, batch: EventBatch) -> None:
         """Choose the configured compressor for a batch, when that pays."""
         name = self._media.compressor
+        if batch.compressor == name:
+            return  # done already, by somebody with more time
         body = batch.body()
         if name == "none" or len(body) < max(self._media.compress_min_bytes, 1):
             return

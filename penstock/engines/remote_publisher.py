@@ -18,6 +18,7 @@ from penstock.wire.message import DraftMeta, Publish, Published, decode
 MAX_UNDER_WAY = 64
 FRAME_DRAFTS = 1_024
 FRAME_BYTES = 4 << 20
+PART_BYTES = 64 << 10  # payloads of this size travel beside the message, not copied into it
 
 
 class Waiting(NamedTuple):
@@ -105,7 +106,8 @@ class RemotePublisher:
 
 def described(draft: Draft, parts: list[Bytes]) -> DraftMeta:
     """The message for a draft; a large one goes into `parts` as a batch."""
-    if draft.batch is not None or (draft.count >= MERGE_EVENTS and draft.tokens is None):
+    large = draft.count >= MERGE_EVENTS or _size(draft) >= PART_BYTES
+    if draft.batch is not None or (large and draft.tokens is None):
         batch = draft.batch if draft.batch is not None else draft.build()
         parts.append(batch.encode())
         return DraftMeta(

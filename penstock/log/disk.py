@@ -114,7 +114,7 @@ class Disk(Protocol):
         ...
 
 
-def write_file(disk: Disk, path: str, parts: Sequence[Bytes]) -> None:
+def write_file(disk: Disk, path: str, parts: Sequence[Bytes], *, paced: bool = False) -> None:
     """Write a whole file so that it is there completely or not at all, crash or no crash."""
     folder = path.rpartition("/")[0]
     temporary = f"{path}.tmp"
@@ -122,8 +122,9 @@ def write_file(disk: Disk, path: str, parts: Sequence[Bytes]) -> None:
         disk.remove(temporary)
     file = disk.open(temporary, create=True)
     try:
-        file.append(parts)
-        file.sync()
+        for some in [[part] for part in parts] if paced else [parts]:
+            file.append(some)
+            file.sync()
     finally:
         file.close()
     disk.rename(temporary, path)

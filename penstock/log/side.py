@@ -23,18 +23,27 @@ def side_path(token: bytes) -> str:
     return f"{FOLDER}/{token.hex()}"
 
 
+# Synced in one go: a commit that comes meanwhile waits for the disk no longer than this takes.
+PIECE_BYTES = 1 << 20
+
+
 def detach(batch: EventBatch) -> tuple[str, Bytes]:
     """Replace the payload of a batch of one by its checksum; returns the file to write."""
     assert batch.count == 1
-    payload = batch.payload_column.at(0)
+    column = batch.payload_column
+    ends = column.ends()
+    payload = memoryview(column.data)[ends[0] : ends[1]]
     batch.side_bytes = len(payload)
     batch.payload_column = Strings.of([_STUB.pack(zlib.crc32(payload))])
+    batch.forget_encoding()
     return side_path(batch.token_base), payload
 
 
 def write_side(disk: Disk, path: str, payload: Bytes) -> None:
-    """Make a payload durable."""
-    write_file(disk, path, [payload])
+    """Make a payload durable, a piece at a time, so that commits get their turn at the disk."""
+    view = memoryview(payload)
+    pieces = [view[at : at + PIECE_BYTES] for at in range(0, len(view), PIECE_BYTES)]
+    write_file(disk, path, pieces, paced=True)
 
 
 def attach(disk: Disk, batch: EventBatch) -> EventBatch:

@@ -29,7 +29,9 @@ from penstock.model.errors import (
 from penstock.model.event import Identity
 from penstock.model.settings import Settings
 from penstock.server.admin_gate import Gate
+from penstock.server.fastpath import FastPath
 from penstock.server.metrics_counters import Counters
+from penstock.server.inbound import check_hello
 from penstock.server.outlet import QueueOutlet
 from penstock.server.session import Session
 from penstock.wire.fault import to_fault
@@ -103,7 +105,10 @@ class Connection:
     async def _greet(self, request: int, hello: Hello) -> None:
         try:
             self.session = await self._broker.greet(self, hello)
-        except PenstockError as error:
+        except Exception as error:
+            if not isinstance(error, PenstockError):
+                log.exception("a greeting failed", extra={"peer": self.link.peer})
+                error = PenstockError(f"the broker failed: {type(error).__name__}; its log says more")
             self.fault(request, error)
             self.link.close()
             return
@@ -137,6 +142,7 @@ class Broker:
         self._settings = settings.server
         self._doorkeeper = doorkeeper
         self.gate = Gate(engine, self.ask)
+        self.fastpath = FastPath(settings.fastpath)
         self._minder: asyncio.Task[None] | None = None
 
     @staticmethod
@@ -182,10 +188,13 @@ class Broker:
         self.tally.connection(-1)
         session, connection.session = connection.session, None
         if session is not None and session.link is connection.link:
-            session.detach()
             log.info("client gone", extra={"session": session.id, "reason": reason})
-            if not session.hello.resumable:
-                self._end(session)
+            self._detach(session)
+
+    def _detach(self, session: Session) -> None:
+        session.detach()
+        if not session.hello.resumable:
+            self._end(session)
 
     def goodbye(self, connection: Connection) -> None:
         """A client leaves for good."""
@@ -201,13 +210,14 @@ class Broker:
 
     async def _close(self, session: Session, connection: Connection | None = None) -> None:
         await session.close()
-        if session.id in self.engine.state.sessions and not self.draining:
-            await self.engine.intake.write_entries([SessionGone(session.id)])
         if connection is not None:
             connection.link.close()
+        if session.id in self.engine.state.sessions and not self.draining:
+            await self.engine.intake.write_entries([SessionGone(session.id)])
 
     async def greet(self, connection: Connection, hello: Hello) -> Session:
         """Begin or resume a session."""
+        check_hello(hello)
         identity = self._doorkeeper.identify(
             hello.token, hello.tenant, hello.subject, loopback=connection.link.loopback
         )
@@ -226,8 +236,14 @@ class Broker:
             identity.tenant, identity.subject, sorted(CAPABILITIES),
             self._settings.max_frame_bytes,
         )  # fmt: skip
+        try:
+            await session.open_direct()
+        except BaseException:
+            self._end(session)
+            raise
         session.attach(connection.link, hello, welcome)
-        await session.open_direct()
+        if connection not in self.connections:  # it broke meanwhile
+            self._detach(session)
         log.info(
             "client resumed" if resumed else "client connected",
             extra={"session": session.id, "client": hello.client, "peer": connection.link.peer},
@@ -333,3 +349,4 @@ class Broker:
         for connection in list(self.connections):
             connection.link.close()
         self.connections.clear()
+        self.fastpath.close()

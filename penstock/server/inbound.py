@@ -1,10 +1,17 @@
-"""Inbound drafts: events that came over a wire, proven harmless before the engine sees them."""
+"""Inbound: what came over a wire, proven harmless before the engine sees it.
+
+The engine trusts its callers: a number that does not fit its column would stop the writer of
+everybody, and a lease that is no number its timers.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
+
+from penstock.core.entry import GroupSpec
 
 from penstock.engines.engine import Draft
 from penstock.model.batch import EventBatch, check_columns
@@ -13,10 +20,66 @@ from penstock.model.event import Identity
 from penstock.model.settings import Limits
 from penstock.model.topic import check_topic, is_system, tenant_of
 from penstock.wire.frame import Bytes
-from penstock.wire.message import DraftMeta
+from penstock.wire.message import DraftMeta, Hello, Subscribe
 
 ADMIN = "admin"
 REPLY_PREFIX = "_inbox."
+MODES = ("queue", "log")
+ORDERS = ("any", "key", "single")
+MAX_NAME_CHARACTERS = 128  # of a client, a group or a member: they stand in every lease of the journal
+MAX_CODEC_BYTES = 255  # a batch has one byte for its length
+MAX_PATTERNS = 1_024  # of one client or group: each is a place in the routing tree
+MAX_LADDER_STEPS = 1_000  # as many as there can be attempts
+MAX_SPAN_S = 366 * 86_400.0  # of a lease, a delay or a step: nobody waits longer than a year
+MAX_HEARTBEAT_S = 3_600.0  # as in `client.heartbeat_s`: a client cannot ask to be silent for ever
+INT64 = (-(1 << 63), (1 << 63) - 1)
+RANGES = {"times_us": INT64, "expires_us": INT64, "priority": (0, 255)}
+"""What the columns of numbers hold."""
+_START = re.compile(r"earliest|latest|offset:[0-9]{1,18}|time:-?[0-9]{1,18}")
+
+
+def check_hello(hello: Hello) -> None:
+    """Raise InvalidInput when a client introduces itself as what no client can be."""
+    _check_name("client", hello.client)
+    if len(hello.subscriptions) > MAX_PATTERNS or not 0 < hello.heartbeat_s <= MAX_HEARTBEAT_S:
+        raise InvalidInput(
+            f"a client has at most {MAX_PATTERNS} subscriptions and a heartbeat within "
+            f"{MAX_HEARTBEAT_S:g} s, not {len(hello.subscriptions)} and {hello.heartbeat_s} s"
+        )
+
+
+def check_subscribe(wish: Subscribe) -> None:
+    """Raise InvalidInput when a subscription asks for what no group can do."""
+    spec: GroupSpec = wish.spec
+    _check_name("group", wish.group)
+    _check_name("member", wish.member)
+    if wish.group.startswith("_") and not spec.ephemeral:
+        raise InvalidInput(f"{wish.group!r} is no group name: '_' is for the bus itself")
+    if spec.mode not in MODES or spec.order not in ORDERS or not _START.fullmatch(spec.start):
+        raise InvalidInput(
+            f"mode is one of {MODES}, order one of {ORDERS}, start earliest, latest, offset:N or "
+            f"time:N; not {spec.mode!r}, {spec.order!r}, {spec.start!r}"
+        )
+    steps = spec.retry.ladder_ms
+    if len(steps) > MAX_LADDER_STEPS or any(step > MAX_SPAN_S * 1_000 for step in steps):
+        raise InvalidInput(f"a ladder has {MAX_LADDER_STEPS} steps of up to {MAX_SPAN_S:g} s")
+    if not 0 < spec.lease_s <= MAX_SPAN_S or wish.max_inflight < 1:
+        raise InvalidInput(f"max_inflight is at least 1 and lease_s above 0, up to {MAX_SPAN_S:g}")
+    if not 0 < len(spec.patterns) <= MAX_PATTERNS:
+        raise InvalidInput(f"a group reads 1 to {MAX_PATTERNS} patterns, not {len(spec.patterns)}")
+
+
+def check_span(seconds: float | None) -> None:
+    """Raise InvalidInput when a delay or an extension is no length of time."""
+    if seconds is not None and not 0 <= seconds <= MAX_SPAN_S:
+        raise InvalidInput(f"{seconds} s is no time to wait: 0 to {MAX_SPAN_S:g} s are allowed")
+
+
+def _check_name(what: str, name: str) -> None:
+    if not 0 < len(name) <= MAX_NAME_CHARACTERS:
+        raise InvalidInput(
+            f"the name of a {what} has 1 to {MAX_NAME_CHARACTERS} characters, not {len(name)}"
+        )
 
 
 def inbound(meta: DraftMeta, parts: Sequence[Bytes], identity: Identity, limits: Limits) -> Draft:
@@ -24,6 +87,8 @@ def inbound(meta: DraftMeta, parts: Sequence[Bytes], identity: Identity, limits:
     check_topic(meta.topic, system=is_system(meta.topic))
     check_tenant(identity, meta.topic)
     tenant = tenant_of(meta.topic) or identity.tenant
+    if len(meta.codec.encode()) > MAX_CODEC_BYTES:
+        raise InvalidInput(f"the name of a codec has at most {MAX_CODEC_BYTES} bytes")
     if meta.part < 0:
         return _from_lists(meta, tenant, limits)
     if meta.part >= len(parts):
@@ -68,6 +133,9 @@ def _from_lists(meta: DraftMeta, tenant: str, limits: Limits) -> Draft:
             raise InvalidBatch(
                 f"column {name!r} has {len(column)} values for {draft.count} payloads", column=name
             )
+        low, high = RANGES.get(name, (0, 0))
+        if column and name in RANGES and not low <= min(column) <= max(column) <= high:
+            raise InvalidBatch(f"column {name!r} holds {low} to {high}", column=name)
         setattr(draft, name, column)
     if draft.tokens is not None and any(len(token) != 16 for token in draft.tokens):
         raise InvalidBatch("every token has 16 bytes", column="tokens")

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Any
 
+from penstock.core.delivery import MAX_LEASE_EVENTS
 from penstock.core.lease import OUT
 from penstock.engines.engine import LogFeed
 from penstock.engines.engine import Subscribe as Wanted
@@ -13,6 +14,7 @@ from penstock.engines.handle import Inbox, LeasedBatch
 from penstock.engines.logreader import LogReader
 from penstock.model.batch import EventBatch
 from penstock.model.errors import DeliveryError, LeaseExpired, PenstockError
+from penstock.server.inbound import check_span
 from penstock.wire.fault import to_fault
 from penstock.wire.frame import Frame, Kind
 from penstock.wire.message import Deliver, Feed, Held, Refused, Settlement, encode
@@ -21,6 +23,11 @@ if TYPE_CHECKING:
     from penstock.server.session import Session
 
 log = logging.getLogger("penstock.server")
+
+# An honest client settles an event once and extends it now and then between two reports.
+MOST_CALLS = 16
+MAX_REASON_CHARACTERS = 4_096  # kept with a dead letter, in the journal and in its headers
+MOST_REFUSALS = 100  # of one delivery that is gone; one would tell the client as much
 
 
 class QueueOutlet:
@@ -89,21 +96,24 @@ class QueueOutlet:
         number = settlement.delivery
         leased = self.held[number]
         self._hand(leased, min(settlement.handed, leased.batch.count))
-        acks = settlement.acks
-        for at in range(0, len(acks) - 1, 2):
-            for index in range(acks[at], acks[at] + acks[at + 1]):
-                self._try(number, leased, index, leased.ack, index)
-        for index, delay_s, reason in settlement.nacks:
-            self._try(number, leased, index, leased.nack, index, delay_s, reason)
-        for index, reason in settlement.rejects:
-            self._try(number, leased, index, leased.reject, index, reason)
-        for index, seconds in settlement.extends:
-            self._try(number, leased, index, leased.extend, index, seconds)
+        acked = nacked = rejected = extended = 0
+        for run in _runs(settlement.acks, leased.batch.count):
+            for index in run:
+                acked += self._try(number, leased, index, leased.ack, index)
+        most = MOST_CALLS * leased.batch.count
+        for index, delay_s, reason in settlement.nacks[:most]:
+            words = reason[:MAX_REASON_CHARACTERS]
+            nacked += self._try(number, leased, index, _nack, leased, index, delay_s, words)
+        for index, reason in settlement.rejects[:most]:
+            words = reason[:MAX_REASON_CHARACTERS]
+            rejected += self._try(number, leased, index, leased.reject, index, words)
+        for index, seconds in settlement.extends[:most]:
+            extended += self._try(number, leased, index, _extend, leased, index, seconds)
         count = self._session.count_settled
-        count("ack", sum(acks[1::2]))
-        count("nack", len(settlement.nacks))
-        count("reject", len(settlement.rejects))
-        count("extend", len(settlement.extends))
+        count("ack", acked)
+        count("nack", nacked)
+        count("reject", rejected)
+        count("extend", extended)
         self.drop_settled(number)
 
     def drop_settled(self, number: int) -> None:
@@ -121,7 +131,7 @@ class QueueOutlet:
         for index in range(max(shift, len(lease.deadlines)), shift + count):
             lease.hand(index, deadline)
 
-    def _try(self, number: int, leased: LeasedBatch, index: int, call: Any, *args: Any) -> None:
+    def _try(self, number: int, leased: LeasedBatch, index: int, call: Any, *args: Any) -> bool:
         if not 0 <= index < leased.batch.count:
             error: PenstockError = DeliveryError(f"delivery {number} has no event {index}")
         else:
@@ -130,19 +140,20 @@ class QueueOutlet:
             except PenstockError as raised:
                 error = raised
             else:
-                return
+                return True
         self._session.count_settled("late", 1)
         self._session.send(Frame(Kind.REFUSED, 0, encode(Refused(number, index, to_fault(error)))))
+        return False
 
     def refuse(self, settlement: Settlement) -> None:
         """A settlement of a delivery that is not held any more."""
         late = LeaseExpired("the lease ended before the call; the event is or will come again")
-        indices = [nack[0] for nack in settlement.nacks]
-        indices += [reject[0] for reject in settlement.rejects]
-        acks = settlement.acks
-        for at in range(0, len(acks) - 1, 2):
-            indices += range(acks[at], acks[at] + min(acks[at + 1], 100))
-        for index in indices[:100]:
+        indices = [nack[0] for nack in settlement.nacks[:MOST_REFUSALS]]
+        indices += [reject[0] for reject in settlement.rejects[:MOST_REFUSALS]]
+        for run in _runs(settlement.acks[:MOST_REFUSALS], MAX_LEASE_EVENTS):
+            indices += run
+        self._session.count_settled("late", len(indices))
+        for index in indices[:MOST_REFUSALS]:
             meta = Refused(settlement.delivery, index, to_fault(late))
             self._session.send(Frame(Kind.REFUSED, 0, encode(meta)))
 
@@ -185,6 +196,25 @@ class LogOutlet:
         await self.reader.close()
         if self._fetching is not None:
             await asyncio.gather(self._fetching, return_exceptions=True)
+
+
+def _runs(acks: list[int], count: int) -> list[range]:
+    """The runs of a settlement within a batch; what lies outside is one index that is not there."""
+    runs = []
+    for at in range(0, min(len(acks) - 1, 2 * count), 2):
+        start, stop = acks[at], acks[at] + acks[at + 1]
+        runs.append(range(min(max(-1, start), count), min(stop, count + 1)))
+    return runs
+
+
+def _nack(leased: LeasedBatch, index: int, delay_s: float | None, reason: str) -> None:
+    check_span(delay_s)
+    leased.nack(index, delay_s, reason)
+
+
+def _extend(leased: LeasedBatch, index: int, seconds: float | None) -> None:
+    check_span(seconds)
+    leased.extend(index, seconds)
 
 
 def stopped_frame(feed: int, error: PenstockError) -> Frame:

@@ -28,7 +28,7 @@ from penstock.model.event import Identity
 from penstock.model.topic import is_wildcard
 from penstock.server.admin_tenancy import Tenancy
 from penstock.server.asking import Asking
-from penstock.server.inbound import ADMIN, REPLY_PREFIX
+from penstock.server.inbound import ADMIN, REPLY_PREFIX, check_subscribe
 from penstock.server.outlet import LogOutlet, QueueOutlet, stopped_frame
 from penstock.server.storing import Storing
 from penstock.wire import message as say
@@ -49,6 +49,8 @@ MAX_FEEDS = 1_024  # of one session
 DIRECT_FEED = 0  # clients number their own feeds from 1
 CONFIRM_EVERY = 256  # settlements, so that a busy client need not keep many
 LOOK_AGAIN_S = 0.005
+MAX_DELIVERY = 1 << 53  # no session counts that far; JSON clients can count no further
+MAX_SETTLEMENTS = 65_536  # in one frame: a second of the broker's time, which others wait for
 
 
 class Session:
@@ -65,7 +67,7 @@ class Session:
         self.settled = 0
         self.feeds: dict[int, QueueOutlet | LogOutlet] = {}
         self._broker = broker
-        self._storing = Storing(broker.engine, self, broker.tally)
+        self._storing = Storing(broker.engine, self, broker.tally, broker.fastpath)
         asking = Asking(broker, self)
         self._attached = asyncio.Event()
         self._delivery = 0
@@ -104,7 +106,8 @@ class Session:
         self.link = link
         self.heard_at = self._broker.now()
         held = {number for outlet in self._queues() for number in outlet.held}
-        self._delivery = max(self._delivery, *hello.deliveries, 0)
+        said = [each for each in hello.deliveries if each < MAX_DELIVERY]
+        self._delivery = max(self._delivery, *said, 0)
         unknown = [each for each in hello.pending if not self._knows(each)]
         lost = [each for each in hello.deliveries if each not in held]
         self.send(
@@ -206,6 +209,8 @@ class Session:
     def _settle(self, settle: say.Settle) -> None:
         if settle.sequence <= self.settled:
             return  # sent again by a client that could not know
+        if len(settle.settlements) > MAX_SETTLEMENTS:
+            raise ProtocolViolation(f"more than {MAX_SETTLEMENTS} settlements in one frame")
         self.settled = settle.sequence
         for settlement in settle.settlements:
             for outlet in self._queues():
@@ -244,7 +249,9 @@ class Session:
 
     async def _subscribe(self, frame: Frame) -> Frame:
         wish = decode(frame.meta, say.Subscribe)
-        if wish.feed in self.feeds or len(self.feeds) >= MAX_FEEDS:
+        check_subscribe(wish)
+        taken = {*self.feeds, *self._opening}
+        if wish.feed in taken or wish.feed == DIRECT_FEED or len(taken) >= MAX_FEEDS:
             raise InvalidInput(f"feed {wish.feed} is open already, or {MAX_FEEDS} are")
         limit = self._broker.max_inflight(self.identity.tenant)
         wanted = Wanted(

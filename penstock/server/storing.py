@@ -12,12 +12,14 @@ from penstock.engines.embedded import EmbeddedEngine
 from penstock.engines.engine import Draft, Settle, Transaction
 from penstock.engines.timekeeper import SCHEDULED
 from penstock.model.errors import BusClosed, LeaseExpired, PenstockError
-from penstock.model.event import Receipt
+from penstock.model.event import Identity, Receipt
+from penstock.model.settings import Limits
+from penstock.server.fastpath import FastPath
 from penstock.server.inbound import inbound
 from penstock.server.metrics_counters import Counters
 from penstock.wire import message as say
 from penstock.wire.fault import to_fault
-from penstock.wire.frame import Frame, Kind
+from penstock.wire.frame import Bytes, Frame, Kind
 from penstock.wire.message import decode, encode
 
 if TYPE_CHECKING:
@@ -27,8 +29,11 @@ if TYPE_CHECKING:
 class Storing:
     """Takes the drafts of one session in."""
 
-    def __init__(self, engine: EmbeddedEngine, session: Session, tally: Counters) -> None:
+    def __init__(
+        self, engine: EmbeddedEngine, session: Session, tally: Counters, fastpath: FastPath
+    ) -> None:
         self._engine = engine
+        self._fastpath = fastpath
         self._tally = tally
         self._session = session
         self._bundle = Bundle(engine)
@@ -46,7 +51,10 @@ class Storing:
                 receipts[number] = await self._again(meta, stored[number])
                 continue
             try:
-                drafts[number] = inbound(meta, frame.parts, identity, limits)
+                size = len(frame.parts[meta.part]) if 0 <= meta.part < len(frame.parts) else 0
+                drafts[number] = await self._fastpath.run(
+                    size, self._taken_in, meta, frame.parts, identity, limits
+                )
             except PenstockError as error:
                 faults[number] = to_fault(error)
         if drafts:
@@ -71,6 +79,22 @@ class Storing:
                         identity.tenant,
                     )  # fmt: skip
         return Frame(Kind.RESULT, frame.request, encode(say.Published(receipts, faults)))
+
+    def _taken_in(
+        self, meta: say.DraftMeta, parts: Sequence[Bytes], identity: Identity, limits: Limits
+    ) -> Draft:
+        """Check a draft, and compress it if that pays and it will lie in the journal."""
+        draft = inbound(meta, parts, identity, limits)
+        batch = draft.batch
+        aside = (
+            draft.count == 1
+            and meta.part >= 0
+            and (len(parts[meta.part]) >= self._engine.settings.journal.side_file_bytes)
+        )
+        if batch is not None and not aside:
+            self._engine.layout.compress(batch)
+            batch.stored_body()
+        return draft
 
     def _count(self, draft: Draft, receipt: Receipt, seconds: float) -> None:
         if receipt.duplicate:

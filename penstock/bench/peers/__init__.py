@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from penstock.model.errors import InvalidSettings
 
@@ -48,7 +48,15 @@ class Peer(Protocol):
         ...
 
     async def stop(self) -> None:
-        """Stop the server whatever state it is in, and delete its data."""
+        """Stop the server whatever state it is in, and delete its data; leave it if it is not ours."""
+        ...
+
+    def ticket(self) -> dict[str, Any]:
+        """What `join` needs to know of the running server and what was opened there last."""
+        ...
+
+    async def join(self, ticket: dict[str, Any]) -> None:
+        """Connect to a server that another process has started: instead of `start` and `open`."""
         ...
 
     async def open(self, shape: Shape) -> None:

@@ -48,6 +48,7 @@ class JetStream:
         self._server: Server | None = None
         self._client: Any = None
         self._js: Any = None
+        self._port = 0
         self._opened = 0
         self._faults: list[Exception] = []
 
@@ -62,21 +63,33 @@ class JetStream:
 
     async def start(self, folder: Path) -> None:
         """Start nats-server with JetStream on a free port."""
-        (port,) = free_ports(1)
+        (self._port,) = free_ports(1)
         sync = "sync_interval: always" if self._sync_always else ""
-        settings = f'listen: "127.0.0.1:{port}"\njetstream {{ store_dir: "store"\n{sync} }}\n'
+        settings = f'listen: "127.0.0.1:{self._port}"\njetstream {{ store_dir: "store"\n{sync} }}\n'
         self._server = Server(
             self.name, [self._binary, "-c", "nats.conf"], folder, files={"nats.conf": settings}
         )
-        await self._server.wait_for_port(port)
+        await self._server.wait_for_port(self._port)
+        await self._connect()
+        await self._js.account_info()
+
+    async def _connect(self) -> None:
         self._client = await self._nats.connect(
-            f"nats://127.0.0.1:{port}",
+            f"nats://127.0.0.1:{self._port}",
             reconnect_time_wait=CONNECT_RETRY_S,
             allow_reconnect=False,
             error_cb=self._note,
         )
         self._js = self._client.jetstream(publish_async_max_pending=MAX_PENDING_PUBLISHES)
-        await self._js.account_info()
+
+    def ticket(self) -> dict[str, Any]:
+        """The port, and which stream is the newest."""
+        return {"port": self._port, "opened": self._opened}
+
+    async def join(self, ticket: dict[str, Any]) -> None:
+        """Connect to the newest stream."""
+        self._port, self._opened = ticket["port"], ticket["opened"]
+        await self._connect()
 
     async def _note(self, fault: Exception) -> None:
         self._faults.append(fault)

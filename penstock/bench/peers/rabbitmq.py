@@ -49,6 +49,7 @@ class RabbitMQ:
         self._channel: Any = None
         self._exchange: Any = None
         self._queues: list[Any] = []
+        self._port = 0
         self._taken = 0
         self._opened = 0
 
@@ -60,6 +61,7 @@ class RabbitMQ:
     async def start(self, folder: Path) -> None:
         """Start a node that shares nothing with one the machine may already run."""
         port, dist_port, epmd_port = free_ports(3)
+        self._port = port
         self._server = Server(
             self.name,
             ["/bin/sh", "-c", _START, "rabbitmq", self._binary],
@@ -86,8 +88,26 @@ class RabbitMQ:
             },
         )
         await self._server.wait_for_port(port)
-        self._connection = await self._pika.connect(f"amqp://guest:guest@127.0.0.1:{port}/")
+        await self._connect()
+
+    async def _connect(self) -> None:
+        self._connection = await self._pika.connect(f"amqp://guest:guest@127.0.0.1:{self._port}/")
         self._channel = await self._connection.channel(publisher_confirms=True)
+
+    def ticket(self) -> dict[str, Any]:
+        """The port, and how many queues stand behind the newest exchange."""
+        return {"port": self._port, "opened": self._opened, "queues": len(self._queues)}
+
+    async def join(self, ticket: dict[str, Any]) -> None:
+        """Connect to the newest exchange and its queues; `taken` of them belong to others."""
+        self._port, self._opened = ticket["port"], ticket["opened"]
+        self._taken = ticket.get("taken", 0)
+        await self._connect()
+        self._exchange = await self._channel.get_exchange(f"bench{self._opened}")
+        self._queues = [
+            await self._channel.get_queue(f"bench{self._opened}-{number}")
+            for number in range(ticket["queues"])
+        ]
 
     async def stop(self) -> None:
         """Disconnect and kill the node."""

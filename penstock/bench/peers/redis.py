@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 KEY = "bench"
 GROUP = "workers"
 READ_EVENTS = 1000
+READ_WAIT_MS = 5  # a reader looks up this often whether it is to stop
 SOCKET_TIMEOUT_S = 10.0  # a dead server must not hold a blocking call past the case's time
 # More connections only add switching: 10 carried as much as 100 when measured.
 MAX_CONNECTIONS = 10
@@ -44,6 +45,8 @@ class RedisStreams:
         self._server: Server | None = None
         self._client: Any = None
         self._pool: Any = None
+        self._port = 0
+        self._wait_ms: int | None = None  # for more to read; none where this loop publishes too
 
     @property
     def server_pid(self) -> int | None:
@@ -52,13 +55,16 @@ class RedisStreams:
 
     async def start(self, folder: Path) -> None:
         """Start redis-server on a free port, append-only file on, snapshots off."""
-        (port,) = free_ports(1)
-        command = [self._binary, "--port", str(port), "--bind", "127.0.0.1"]
+        (self._port,) = free_ports(1)
+        command = [self._binary, "--port", str(self._port), "--bind", "127.0.0.1"]
         command += ["--dir", str(folder), "--save", ""]
         command += ["--appendonly", "yes", "--appendfsync", "everysec"]
         self._server = Server(self.name, command, folder)
-        await self._server.wait_for_port(port)
-        where = {"host": "127.0.0.1", "port": port, "protocol": 2}
+        await self._server.wait_for_port(self._port)
+        self._connect()
+
+    def _connect(self) -> None:
+        where: dict[str, Any] = {"host": "127.0.0.1", "port": self._port, "protocol": 2}
         self._client = self._redis.Redis(**where, socket_timeout=SOCKET_TIMEOUT_S)
         self._client.ping()
         self._pool = self._aio.Redis(
@@ -66,6 +72,16 @@ class RedisStreams:
                 max_connections=MAX_CONNECTIONS, timeout=None, **where
             )
         )
+
+    def ticket(self) -> dict[str, Any]:
+        """The port."""
+        return {"port": self._port}
+
+    async def join(self, ticket: dict[str, Any]) -> None:
+        """Connect; a reader that has a process to itself may sleep in its reads."""
+        self._port = ticket["port"]
+        self._wait_ms = READ_WAIT_MS
+        self._connect()
 
     async def stop(self) -> None:
         """Disconnect and kill the server."""
@@ -124,7 +140,9 @@ class RedisStreams:
     async def _work(self, count: Count) -> None:
         client = self._client
         while True:
-            reply = client.xreadgroup(GROUP, "one", {KEY: ">"}, count=READ_EVENTS)
+            reply = client.xreadgroup(
+                GROUP, "one", {KEY: ">"}, count=READ_EVENTS, block=self._wait_ms
+            )
             if reply:
                 ids = [entry[0] for entry in reply[0][1]]
                 client.xack(KEY, GROUP, *ids)
@@ -134,7 +152,7 @@ class RedisStreams:
     async def _read(self, count: Count) -> None:
         client, last = self._client, "0"
         while True:
-            reply = client.xread({KEY: last}, count=READ_EVENTS)
+            reply = client.xread({KEY: last}, count=READ_EVENTS, block=self._wait_ms)
             if reply:
                 entries = reply[0][1]
                 last = entries[-1][0]

@@ -1,0 +1,304 @@
+"""Events on their way from one process to others, through a broker: Penstock's or a peer's.
+
+`flow` runs a producer and its consumers, each in a process of its own, for one window, and puts
+what they measured together. The loops are the same for every system.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import sys
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.bench.case import BATCH_EVENTS, DISTINCT_BATCHES, PAYLOAD_BYTES, Window
+from penstock.bench.cases.broker_board import Board, Counter
+from penstock.bench.cases.broker_peer import PenstockBroker, connect, reading
+from penstock.bench.cases.workload import expect, together
+from penstock.bench.client_process import start_soon, until
+from penstock.bench.measure import Meter, Sample
+from penstock.bench.peers import make_peer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from types import TracebackType
+
+    from penstock.bench.client_process import ClientProcess
+    from penstock.bench.peers import Peer, Shape
+
+PART = "penstock.bench.cases.broker_flow:FlowPart"
+# Published and not yet delivered: enough that neither side waits for the other's look at the board.
+BATCHES_AHEAD = 8
+PROBE_S = 0.3  # how long memory blocks are counted, after the window
+
+Seat = tuple[str, int]
+"""A consumer's place: the path of a board, and its number there."""
+
+
+class Blocks:
+    """Counts memory blocks that are left behind: `sys.getallocatedblocks`, the collector off.
+
+    Blocks that are freed again at once do not show; what is kept, and garbage in cycles, does.
+
+    >>> with Blocks(True) as blocks:
+    ...     kept = [object() for _ in range(1_000)]
+    >>> blocks.left >= 1_000
+    True
+    """
+
+    def __init__(self, counting: bool) -> None:
+        self.left = 0
+        self._counting = counting
+
+    def __enter__(self) -> Blocks:
+        if self._counting:
+            gc.collect()
+            gc.disable()
+            self._before = sys.getallocatedblocks()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._counting:
+            self.left = sys.getallocatedblocks() - self._before
+            gc.enable()
+
+
+# -- in a client's process -------------------------------------------------------------------------
+
+
+class FlowPart:
+    """A producer or a consumer in its own process; `flow` gives the orders."""
+
+    def __init__(self) -> None:
+        self._peers: list[Peer] = []
+        self._stack = AsyncExitStack()
+        self._counters: list[Counter] = []
+        self._boards: list[tuple[Board, int]] = []
+        self._meter = Meter(0)
+
+    async def join(self, peer: str, tickets: list[dict[str, Any]]) -> None:
+        """Connect to a running server, once for each ticket; earlier connections are closed."""
+        for each in self._peers:
+            await each.stop()
+        self._peers = [PenstockBroker() if peer == "penstock" else make_peer(peer) for _ in tickets]
+        await together(
+            *(each.join(ticket) for each, ticket in zip(self._peers, tickets, strict=True))
+        )
+
+    async def subscribe(
+        self, shape: Shape, seats: list[Seat], batch_events: int, server_pid: int | None
+    ) -> None:
+        """Begin to consume: seat after seat, over the connections in turn."""
+        self._sit(seats, batch_events, server_pid)
+        for peer, counter in zip(itertools.cycle(self._peers), self._counters, strict=False):
+            await self._stack.enter_async_context(peer.deliver(shape, counter))
+
+    async def subscribe_all(
+        self, pattern: str, topics: list[str], seats: list[Seat], batch_events: int
+    ) -> None:
+        """Begin to read all topics of a pattern on one connection (Penstock only)."""
+        [peer] = self._peers
+        assert isinstance(peer, PenstockBroker)
+        self._sit(seats, batch_events, None)
+        bus = await self._stack.enter_async_context(connect(peer.url))
+        counters = dict(zip(topics, self._counters, strict=True))
+        await self._stack.enter_async_context(reading(bus, pattern, counters))
+
+    def _sit(self, seats: list[Seat], batch_events: int, server_pid: int | None) -> None:
+        self._meter = Meter(0, server_pid=server_pid)
+        self._boards = [(Board(path), place) for path, place in seats]
+        self._counters = [
+            board.counter(place, batch_events, self._meter) for board, place in self._boards
+        ]
+
+    async def consume(self, start: float, probe: bool) -> dict[str, Any]:
+        """Wait until everything has come; what is not settled durably is not counted."""
+        await until(start)
+        with Blocks(probe) as blocks:
+            with self._meter as meter:
+                for board, place in self._boards:
+                    await board.everything(place)
+                for peer in self._peers:
+                    if isinstance(peer, PenstockBroker):
+                        await peer.flush()
+        await self._stack.aclose()
+        return {
+            "sample": meter.sample().as_dict(),
+            "events": [counter.events for counter in self._counters],
+            "blocks": blocks.left,
+        }
+
+    async def produce(
+        self,
+        boards: list[str],
+        start: float,
+        seconds: float,
+        batch_events: int,
+        payload_bytes: int,
+        text: bool,
+        ahead: int,
+        probe: bool,
+    ) -> dict[str, Any]:
+        """Publish batches for that long, one stream for each board, a few batches ahead."""
+        batches = itertools.cycle(_batches(batch_events, payload_bytes, text))
+        opened = [Board(path) for path in boards]
+        meter = Meter(seconds)
+        await until(start)
+        with Blocks(probe) as blocks, meter:
+            await together(
+                *(
+                    _stream(peer, board, batches, meter, batch_events, ahead)
+                    for peer, board in zip(itertools.cycle(self._peers), opened, strict=False)
+                )
+            )
+        return {"sample": meter.sample().as_dict(), "events": meter.events, "blocks": blocks.left}
+
+
+async def _stream(
+    peer: Peer,
+    board: Board,
+    batches: Iterator[Sequence[bytes]],
+    meter: Meter,
+    batch_events: int,
+    ahead: int,
+) -> None:
+    published = 0
+
+    async def work() -> None:
+        nonlocal published
+        while True:
+            await board.room(ahead, batch_events)
+            if not meter.running:
+                return
+            batch = next(batches)
+            board.begin()
+            begun = time.perf_counter()
+            await peer.publish(batch)
+            meter.add(time.perf_counter() - begun, len(batch))
+            published += len(batch)
+
+    await together(*(work() for _ in range(min(peer.pipeline_depth, ahead))))
+    board.finish(published)
+
+
+def _batches(batch_events: int, payload_bytes: int, text: bool) -> list[list[bytes]]:
+    if text:
+        from penstock.bench.cases.broker_matrix import texts
+
+        return [texts(payload_bytes, batch_events, seed) for seed in range(DISTINCT_BATCHES)]
+    window = Window(0, Path(), Path(), payload_bytes=payload_bytes, batch_events=batch_events)
+    return window.batches()
+
+
+# -- in the benchmark's process --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What flows: how much at once, to how many consumers, and for how long."""
+
+    folder: Path
+    seconds: float
+    shape: Shape = "queue"
+    topics: int = 1
+    consumers: int = 1
+    batch_events: int = BATCH_EVENTS
+    payload_bytes: int = PAYLOAD_BYTES
+    text: bool = False
+    ahead: int = BATCHES_AHEAD
+    server_pid: int | None = None
+
+    def boards(self, run: str) -> list[str]:
+        """A new board for each topic."""
+        paths = [self.folder / f"board-{run}-{topic}" for topic in range(self.topics)]
+        for path in paths:
+            Board.make(path, self.consumers)
+        return [str(path) for path in paths]
+
+
+@dataclass
+class Flowed:
+    """What a flow came to."""
+
+    published: int
+    received: int
+    producer: dict[str, Any]
+    consumers: list[dict[str, Any]]
+    extra: dict[str, float] = field(default_factory=dict)
+
+    def sample(self) -> Sample:
+        """The figures of all processes: rates and CPU added up, latencies of the slowest one."""
+        samples = [each["sample"] for each in self.consumers]
+        everyone = [*samples, self.producer["sample"]]
+        servers = [each for each in samples if "server_cpu" in each]
+        return Sample(
+            per_s=sum(each["per_s"] for each in samples),
+            p50_ms=max(each["p50_ms"] for each in samples),
+            p95_ms=max(each["p95_ms"] for each in samples),
+            p99_ms=max(each["p99_ms"] for each in samples),
+            cpu=sum(each["cpu"] for each in everyone),
+            rss_mb=sum(each["rss_mb"] for each in everyone),
+            server_cpu=servers[0]["server_cpu"] if servers else None,
+            server_rss_mb=servers[0]["server_rss_mb"] if servers else None,
+            extra={
+                "published": self.published,
+                "publish_p50_ms": self.producer["sample"]["p50_ms"],
+                "publish_p99_ms": self.producer["sample"]["p99_ms"],
+                **self.extra,
+            },
+        )
+
+    @property
+    def blocks_per_op(self) -> float:
+        """Memory blocks the clients kept for each event that was published."""
+        left = sum(each["blocks"] for each in (self.producer, *self.consumers))
+        return left / max(self.published, 1)
+
+
+Subscribe = "Callable[[list[str]], Sequence[Any]]"
+
+
+async def flow(
+    stream: Stream,
+    producer: ClientProcess,
+    consumers: Sequence[ClientProcess],
+    orders: Callable[[list[str]], list[tuple[str, dict[str, Any]]]],
+    *,
+    run: str = "timed",
+    probe: bool = False,
+) -> Flowed:
+    """Run a stream; `orders` says, for the boards given, how each consumer subscribes.
+
+    Raises when a consumer has more or fewer events than were published to it.
+    """
+    boards = stream.boards(run)
+    seats = orders(boards)
+    for consumer, (name, given) in zip(consumers, seats, strict=True):
+        await consumer.order(name, batch_events=stream.batch_events, **given)
+    start = start_soon()
+    produced, *consumed = await asyncio.gather(
+        producer.order(
+            "produce", boards=boards, start=start, seconds=stream.seconds, text=stream.text,
+            batch_events=stream.batch_events, payload_bytes=stream.payload_bytes,
+            ahead=stream.ahead, probe=probe,
+        ),
+        *(consumer.order("consume", start=start, probe=probe) for consumer in consumers),
+    )  # fmt: skip
+    counts = [events for each in consumed for events in each["events"]]
+    totals = [Board(path).total for path in boards]
+    expect(sum(totals), produced["events"], "published on the boards")
+    had = iter(counts)
+    for (_, given), _ in zip(seats, consumed, strict=True):
+        for path, _place in given["seats"]:
+            expect(next(had), totals[boards.index(path)], "delivered")
+    return Flowed(produced["events"], sum(counts), produced, consumed)
