@@ -18,10 +18,13 @@ import time
 import traceback
 from asyncio.subprocess import PIPE
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, TYPE_CHECKING, Any, Self
 
 from penstock.model.errors import PenstockError
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+    from types import TracebackType
 
 # The answers of a thousand consumers are a few hundred kilobytes.
 MAX_LINE_BYTES = 16 << 20
@@ -132,6 +135,16 @@ class Crew:
 
     async def _stop(self) -> None:
         await asyncio.gather(*(client.stop() for client in self.clients))
+
+
+async def all_of(*calls: Coroutine[Any, Any, Any]) -> list[Any]:
+    """The results of all; when one fails the others are given up, and its error is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(call) for call in calls]
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 def clean_environment() -> dict[str, str]:

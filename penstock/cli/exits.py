@@ -31,6 +31,7 @@ _BY_FAMILY = {
     "missing": INVALID,
     "notfound": NOT_FOUND,
     "refused": REFUSED,
+    "access": REFUSED,
     "rejected": REJECTED,
     "storage": STORAGE,
     "timeout": TIMEOUT,

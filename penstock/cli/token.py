@@ -7,7 +7,7 @@ import click
 from penstock.cli import output
 from penstock.cli.invocation import Invocation, Noun
 from penstock.cli.when import DURATION
-from penstock.server.auth import ROLES, Doorkeeper
+from penstock.model.role import ROLES
 
 
 @click.group("token", cls=Noun)
@@ -28,6 +28,8 @@ def create(
 
     The broker needs the same secret. A token cannot be called back: keep its time short.
     """
+    from penstock.server.auth import Doorkeeper  # loads Arrow, which --help need not
+
     token = Doorkeeper(invocation.settings().auth).issue(tenant, subject, roles, ttl_s)
     if invocation.json:
         output.print_json(

@@ -17,7 +17,7 @@ from penstock.engines.remote_delivery import RemoteDelivery, RemoteQueue
 from penstock.engines.remote_log import RemoteLog
 from penstock.engines.remote_publisher import RemotePublisher, described
 from penstock.model.batch import EventBatch
-from penstock.model.errors import BusClosed, PenstockError
+from penstock.model.errors import BusClosed, ConnectionLost, PenstockError
 from penstock.model.event import Identity, Receipt
 from penstock.model.settings import Settings
 from penstock.wire import message as say
@@ -55,6 +55,9 @@ class BrokerEngine:
         self._feed = 0
         self._unreported: dict[RemoteDelivery, None] = {}
         self._joining: set[asyncio.Task[None]] = set()
+        self._reported = self._flushed = 0
+        self._forgotten = False
+        """The broker was restarted before it was known that all that was reported is durable."""
 
     async def open(self) -> None:
         """Connect; raises when no broker answers in time."""
@@ -99,7 +102,16 @@ class BrokerEngine:
     async def flush(self) -> None:
         """Everything settled so far is durable when it returns."""
         self._report()
+        reported = self._reported
         await self.channel.call(Kind.FLUSH, again=True)
+        if self._forgotten:
+            self._forgotten = False
+            raise ConnectionLost(
+                "the broker was restarted meanwhile; what was settled since the last flush may or may "
+                "not have survived, and what did not comes again",
+                outcome="unknown",
+            )
+        self._flushed = max(self._flushed, reported)
 
     # -- consuming -----------------------------------------------------------------------------
 
@@ -127,6 +139,7 @@ class BrokerEngine:
 
     def _report(self) -> None:
         if self._unreported:
+            self._reported += 1
             deliveries, self._unreported = self._unreported, {}
             self.channel.settle([delivery.settlement() for delivery in deliveries])
 
@@ -167,6 +180,8 @@ class BrokerEngine:
 
     def _renewed(self) -> None:
         """The broker was restarted, or has forgotten us: join again, with what is in our hands."""
+        if self._unreported or self._reported > self._flushed:
+            self._forgotten, self._flushed = True, self._reported
         self._unreported.clear()
         for feed in self._feeds.values():
             held = feed.in_hand() if isinstance(feed, RemoteQueue) else []

@@ -39,6 +39,8 @@ log = logging.getLogger("penstock.client")
 FIRST_PAUSE_S = 0.05
 SILENT_BEATS = 3
 STEADY_S = 1.0  # a connection that lasted this long was a good one
+# These carry a sequence number: a broker that was restarted knows from its journal whether it had them.
+RECOGNISED = (Kind.PUBLISH, Kind.TRANSACT)
 # Trying again does not help against these.
 FINAL = (AccessDenied, WrongProtocolVersion, ProtocolViolation, Fenced)
 
@@ -287,13 +289,13 @@ class Channel:
             if not call.sent or (welcome.resumed and number in unknown):
                 self._send(call)
             elif not welcome.resumed:
-                if same or call.again:
+                if call.again or (same and call.frame.kind in RECOGNISED):
                     self._send(call)
                 elif not call.future.done():
                     call.future.set_exception(
                         ConnectionLost(
-                            "the broker has forgotten this session and cannot say what became of "
-                            "the request; look before you repeat it",
+                            "the broker was restarted, or has forgotten this session, and cannot say "
+                            "what became of the request; look before you repeat it",
                             outcome="unknown",
                         )
                     )

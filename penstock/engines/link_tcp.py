@@ -27,6 +27,8 @@ from penstock.wire.stream import (
 DEFAULT_PORT = 5557
 # To connect, shake hands for TLS and negotiate, all together; the engine tries again after it.
 OPEN_S = 10.0
+# What is queued gets this long to leave after `close`; a broker that reads nothing gets no more.
+LINGER_S = 2.0
 MAX_FRAME_BYTES = 320 << 20
 
 
@@ -120,6 +122,7 @@ class TcpLink(asyncio.BufferedProtocol):
         if transport is not None and outbox is not None:
             outbox.finish()
             transport.close()
+            asyncio.get_running_loop().call_later(LINGER_S, transport.abort)
 
     # -- what asyncio calls --------------------------------------------------------------------------
 
@@ -184,16 +187,13 @@ class TcpLink(asyncio.BufferedProtocol):
             opening.set_result(choice)
 
     def _broken(self, error: PenstockError) -> None:
-        opening = self._opening
+        transport, opening = self._transport, self._opening
         if opening is not None and not opening.done():
             opening.set_exception(error)
         else:
             self._gone(error.message)
-        self._abort()
-
-    def _abort(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
+        if transport is not None:
+            transport.abort()
 
     def _gone(self, reason: str) -> None:
         if self._outbox is not None:

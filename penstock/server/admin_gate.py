@@ -29,8 +29,8 @@ from penstock.model.errors import (
     UnknownSchedule,
 )
 from penstock.model.event import Identity
+from penstock.model.role import ADMIN, OPERATOR, READER
 from penstock.server.admin_tenancy import Tenancy
-from penstock.server.auth import ADMIN, OPERATOR, READER
 
 Answer = Callable[[Request], Awaitable[Any]]
 

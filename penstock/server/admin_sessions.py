@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from penstock.model.event import Identity
+from penstock.model.role import ADMIN, READER
 from penstock.server.admin_endpoint import Call, Endpoint, Page, Paging, page
-from penstock.server.auth import ADMIN, READER
 
 Row = dict[str, Any]
 

@@ -10,12 +10,14 @@ from penstock.engines import request as requests
 from penstock.engines.answers import REQUESTS
 from penstock.model.errors import InvalidInput
 from penstock.wire import message as say
-from penstock.wire.frame import Frame, Kind
+from penstock.wire.frame import MAX_PARTS, Frame, Kind
 from penstock.wire.message import decode, encode
 
 if TYPE_CHECKING:
     from penstock.server.broker import Broker
     from penstock.server.session import Session
+
+MAX_CHUNK_BYTES = 16 << 20  # of one answer, whatever the client asks for: it is held in memory
 
 
 class Asking:
@@ -37,7 +39,7 @@ class Asking:
             parts.append(batch.encode())
             self._broker.tally.replayed(batch.tenant, batch.topic, batch.count)
             size += len(parts[-1])
-            if size >= wish.max_bytes:
+            if size >= min(wish.max_bytes, MAX_CHUNK_BYTES) or len(parts) >= MAX_PARTS:
                 end = False
                 break
         await batches.aclose()  # type: ignore[attr-defined]

@@ -26,14 +26,10 @@ from penstock.model.errors import (
     NotAuthenticated,
 )
 from penstock.model.event import Identity
+from penstock.model.role import ADMIN, ROLES
 from penstock.model.server_settings import Auth
 from penstock.model.topic import MAX_WORD_BYTES
 
-ADMIN = "admin"
-OPERATOR = "operator"
-READER = "reader"
-MONITOR = "monitor"
-ROLES = (ADMIN, OPERATOR, READER, MONITOR)
 """What tokens may say: everything; change and read one tenant; read one tenant; metrics only."""
 
 ALGORITHM = "HS256"

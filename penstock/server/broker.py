@@ -17,7 +17,8 @@ import msgspec
 from penstock.core.entry import SessionGone
 from penstock.engines import request as requests
 from penstock.engines.embedded import CAPABILITIES, EmbeddedEngine
-from penstock.engines.engine import Request
+from penstock.engines.engine import LogFeed, QueueFeed, Request
+from penstock.engines.engine import Subscribe as Wanted
 from penstock.model.batch import EventBatch
 from penstock.model.errors import (
     BusClosed,
@@ -30,8 +31,8 @@ from penstock.model.event import Identity
 from penstock.model.settings import Settings
 from penstock.server.admin_gate import Gate
 from penstock.server.fastpath import FastPath
-from penstock.server.metrics_counters import Counters
 from penstock.server.inbound import check_hello
+from penstock.server.metrics_counters import Counters
 from penstock.server.outlet import QueueOutlet
 from penstock.server.session import Session
 from penstock.wire.fault import to_fault
@@ -108,7 +109,9 @@ class Connection:
         except Exception as error:
             if not isinstance(error, PenstockError):
                 log.exception("a greeting failed", extra={"peer": self.link.peer})
-                error = PenstockError(f"the broker failed: {type(error).__name__}; its log says more")
+                error = PenstockError(
+                    f"the broker failed: {type(error).__name__}; its log says more"
+                )
             self.fault(request, error)
             self.link.close()
             return
@@ -290,6 +293,21 @@ class Broker:
         own = limits.tenants.get(tenant, limits.default).max_inflight
         general = limits.max_inflight_per_consumer
         return min(each for each in (own, general, 1_000_000) if each is not None)
+
+    async def join(self, wanted: Wanted) -> QueueFeed | LogFeed:
+        """Join a group; who comes again under its name takes the place of its former self.
+
+        A consumer that was restarted is back while its last session still waits for it.
+        """
+        await self.engine.groups.ensure(wanted.group, wanted.spec)
+        for session in list(self.sessions.values()):
+            for feed, outlet in list(session.feeds.items()):
+                same = (outlet.wanted.group, outlet.wanted.member) == (wanted.group, wanted.member)
+                if same:
+                    words = f"another consumer joined {wanted.group!r} as {wanted.member!r}"
+                    session.stopped(feed, Fenced(f"{words}; this one gets no more"))
+                    await outlet.leave()
+        return await self.engine.subscribe(wanted)
 
     async def ask(self, request: Request) -> Any:
         """Administer; whoever holds events of a group that is reset hears it before the answer."""

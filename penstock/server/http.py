@@ -20,6 +20,7 @@ from penstock.model.errors import (
     PenstockError,
 )
 from penstock.model.event import Identity
+from penstock.model.role import MONITOR
 from penstock.server import (
     admin_audit,
     admin_dlq,
@@ -34,7 +35,6 @@ from penstock.server.admin_endpoint import Answered, Call, Endpoint, Surface
 from penstock.server.admin_fault import headers_for, problem, status_of
 from penstock.server.admin_gate import Gate, require
 from penstock.server.admin_request import body, identify, parameters
-from penstock.server.auth import MONITOR
 from penstock.server.openapi import Other, as_html, document
 from penstock.wire.fault import to_fault
 

@@ -12,21 +12,20 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.core.entry import GroupSpec
-
 from penstock.engines.engine import Draft
 from penstock.model.batch import EventBatch, check_columns
 from penstock.model.errors import AccessDenied, InvalidBatch, InvalidHeaders, InvalidInput
 from penstock.model.event import Identity
+from penstock.model.role import ADMIN
 from penstock.model.settings import Limits
 from penstock.model.topic import check_topic, is_system, tenant_of
 from penstock.wire.frame import Bytes
 from penstock.wire.message import DraftMeta, Hello, Subscribe
 
-ADMIN = "admin"
 REPLY_PREFIX = "_inbox."
 MODES = ("queue", "log")
 ORDERS = ("any", "key", "single")
-MAX_NAME_CHARACTERS = 128  # of a client, a group or a member: they stand in every lease of the journal
+MAX_NAME_CHARACTERS = 128  # of a client, group or member: they stand in every lease of the journal
 MAX_CODEC_BYTES = 255  # a batch has one byte for its length
 MAX_PATTERNS = 1_024  # of one client or group: each is a place in the routing tree
 MAX_LADDER_STEPS = 1_000  # as many as there can be attempts

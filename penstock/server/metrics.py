@@ -7,13 +7,14 @@ a thread. The registry is our own: what else lives in the process does not show 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from penstock.engines.embedded import EmbeddedEngine
 from penstock.model.errors import MissingExtra
-from penstock.server.metrics_catalogue import FAMILIES, Family
+from penstock.server.metrics_catalogue import FAMILIES
 from penstock.server.metrics_counters import BOUNDS_S, Counters, Histogram
 from penstock.server.metrics_engine import (
     Retained,
@@ -50,10 +51,10 @@ class Metrics:
         except PackageNotFoundError:  # run from its sources
             self._version = "unknown"
 
-    def collect(self) -> list[Metric]:
-        """Every family of the catalogue with its samples as of now; call it on the loop."""
+    def collect(self) -> Scrape:
+        """All numbers as of now; call it on the loop."""
         known = standings(self._engine)
-        values: dict[str, list[tuple[tuple[str, ...], float]]] = {name: [] for name in FAMILIES}
+        samples: dict[str, list[tuple[tuple[str, ...], float]]] = {name: [] for name in FAMILIES}
         for part in (
             self._traffic(),
             self._failures(),
@@ -63,17 +64,12 @@ class Metrics:
             _pressure(self._gauge.read(known)),
         ):
             for name, labels, value in part:
-                values[name].append((labels, value))
+                samples[name].append((labels, value))
         histograms = {
-            "penstock_publish_seconds": self._counters.publish,
-            "penstock_delivery_seconds": self._counters.delivery,
+            "penstock_publish_seconds": _copied(self._counters.publish),
+            "penstock_delivery_seconds": _copied(self._counters.delivery),
         }
-        return [
-            _histogram(family, histograms[name])
-            if family.kind == "histogram"
-            else _plain(family, values[name])
-            for name, family in FAMILIES.items()
-        ]
+        return Scrape(samples, histograms)
 
     def _traffic(self) -> Iterator[Sample]:
         yield "penstock_build_info", (self._version,), 1
@@ -178,27 +174,37 @@ def _together(one: Standing, other: Standing) -> Standing:
     )
 
 
-def _plain(family: Family, samples: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
-    core = _prometheus().core
-    kind = core.CounterMetricFamily if family.kind == "counter" else core.GaugeMetricFamily
-    metric: Metric = kind(family.name, family.about, labels=family.labels)
-    for labels, value in samples:
-        metric.add_metric(labels, value)  # type: ignore[attr-defined]
-    return metric
+def _copied(histograms: dict[str, Histogram]) -> dict[str, tuple[list[int], float]]:
+    return {tenant: (each.counts.copy(), each.sum_s) for tenant, each in histograms.items()}
 
 
-def _histogram(family: Family, histograms: dict[str, Histogram]) -> Metric:
-    metric = _prometheus().core.HistogramMetricFamily(
-        family.name, family.about, labels=family.labels
-    )
-    for tenant, histogram in histograms.items():
-        below, buckets = 0, []
-        for bound, count in zip(_BOUND_TEXTS, histogram.counts, strict=True):
-            below += count
-            buckets.append((bound, below))
-        metric.add_metric([tenant], buckets, histogram.sum_s)
-    done: Metric = metric
-    return done
+class Scrape:
+    """The numbers of one moment, for a registry to write out, in whatever thread it does that."""
+
+    def __init__(
+        self,
+        samples: dict[str, list[tuple[tuple[str, ...], float]]],
+        histograms: dict[str, dict[str, tuple[list[int], float]]],
+    ) -> None:
+        self._samples = samples
+        self._histograms = histograms
+
+    def collect(self) -> Iterator[Metric]:
+        """Every family of the catalogue."""
+        core = _prometheus().core
+        kinds = {
+            "counter": core.CounterMetricFamily,
+            "gauge": core.GaugeMetricFamily,
+            "histogram": core.HistogramMetricFamily,
+        }
+        for name, family in FAMILIES.items():
+            metric = kinds[family.kind](name, family.about, labels=family.labels)
+            for labels, value in self._samples[name]:
+                metric.add_metric(labels, value)
+            for tenant, (counts, sum_s) in self._histograms.get(name, {}).items():
+                below = accumulate(counts)
+                metric.add_metric([tenant], list(zip(_BOUND_TEXTS, below, strict=True)), sum_s)
+            yield metric
 
 
 def _prometheus() -> Any:
@@ -211,17 +217,7 @@ def _prometheus() -> Any:
     return prometheus_client
 
 
-class _Collected:
-    """What was collected, for a registry to write out."""
-
-    def __init__(self, families: list[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> list[Metric]:
-        return self._families
-
-
-def metrics_routes(collect: Callable[[], list[Metric]]) -> list[Route]:
+def metrics_routes(collect: Callable[[], Scrape]) -> list[Route]:
     """`GET /metrics` for an application of Starlette's; `collect` is `Metrics.collect`."""
     prometheus = _prometheus()
     try:
@@ -239,7 +235,7 @@ def metrics_routes(collect: Callable[[], list[Metric]]) -> list[Route]:
         async with one_at_a_time:  # however many ask: the loop pays for one scrape at a time
             registry = prometheus.CollectorRegistry(auto_describe=False)
             prometheus.ProcessCollector(registry=registry)
-            registry.register(_Collected(collect()))
+            registry.register(collect())
             text = await asyncio.to_thread(encoder, registry)
         return Answer(text, headers={"content-type": kind})
 

@@ -157,12 +157,16 @@ class QueueOutlet:
             meta = Refused(settlement.delivery, index, to_fault(late))
             self._session.send(Frame(Kind.REFUSED, 0, encode(meta)))
 
-    async def close(self) -> None:
-        """Leave the group; what is not settled returns to it."""
+    async def leave(self) -> None:
+        """Leave the group, in this turn of the loop; what is not settled returns to it."""
         self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
         await self._inbox.close()
         self.held.clear()
+
+    async def close(self) -> None:
+        """The same, and wait until nothing is under way."""
+        await self.leave()
+        await asyncio.gather(self._task, return_exceptions=True)
 
 
 class LogOutlet:
@@ -191,9 +195,13 @@ class LogOutlet:
         for topic, partition, offset in marks:
             self.reader.mark(topic, partition, offset)
 
-    async def close(self) -> None:
-        """Leave the group."""
+    async def leave(self) -> None:
+        """Leave the group, in this turn of the loop."""
         await self.reader.close()
+
+    async def close(self) -> None:
+        """The same, and wait until nothing is under way."""
+        await self.leave()
         if self._fetching is not None:
             await asyncio.gather(self._fetching, return_exceptions=True)
 

@@ -40,8 +40,9 @@ LOOP_SPAN_S = 15.0
 MAX_GROUPS_SHOWN = 1_000
 """Groups in one document, those with the most pressure; it stays below 300 KB."""
 
-BLAMELESS = frozenset({"throttled", "dropped", "replay-limited"})
-"""Refusals that say nothing about the broker: a tenant's own quota, a batch that can never fit."""
+BLAMED = frozenset({"deferred", "disk-full", "writer-failed", "corrupted"})
+"""Refusals that are the broker's: no room, or a disk that fails. Others are the caller's own doing:
+a quota that is used up, a batch that can never fit, data that breaks a rule."""
 
 
 class Objectives(msgspec.Struct, frozen=True):
@@ -207,9 +208,7 @@ class Gauge:
         buckets = added(publishes)
         total = sum(buckets)
         slow = sum(each.above(self.objectives.publish_s) for each in publishes)
-        refused = sum(
-            count for (kind, _, _), count in counters.refusals.items() if kind not in BLAMELESS
-        )
+        refused = sum(count for (kind, _, _), count in counters.refusals.items() if kind in BLAMED)
         self._latency.note(now_s, total, slow)
         self._errors.note(now_s, total + refused, refused)
         self._publish.note(now_s, buckets)

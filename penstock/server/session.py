@@ -77,6 +77,7 @@ class Session:
         self._patient: set[asyncio.Task[None]] = set()
         self.own_topics: set[str] = set()
         self._opening: dict[int, asyncio.Future[None]] = {}
+        self._ended: dict[int, Frame] = {}
         self._handlers: dict[int, Callable[[Frame], Awaitable[Frame]]] = {
             Kind.PUBLISH: self._storing.publish,
             Kind.TRANSACT: self._storing.transact,
@@ -128,6 +129,8 @@ class Session:
         for outlet in self._queues():
             for number in [each for each in outlet.held if each not in known]:
                 outlet.send(number)
+        for frame in self._ended.values():  # the client may have been away when they were sent
+            self.send(frame)
         self._attached.set()
 
     def _knows(self, request: int) -> bool:
@@ -258,10 +261,11 @@ class Session:
             wish.group, wish.spec, wish.member, min(wish.max_inflight, limit), self.identity
         )
         self.may_read(wish.spec.patterns)
+        self._ended.pop(wish.feed, None)
         opening = self._opening[wish.feed] = asyncio.get_running_loop().create_future()
         adopted: dict[int, list[int]] = {}
         try:
-            feed = await self._broker.engine.subscribe(wanted)
+            feed = await self._broker.join(wanted)
             if isinstance(feed, Inbox):
                 outlet = self.feeds[wish.feed] = QueueOutlet(self, wish.feed, wanted, feed)
                 adopted = await outlet.adopt(wish.held)
@@ -309,7 +313,7 @@ class Session:
             min(self.hello.max_inflight or limit, limit),
             self.identity,
         )
-        inbox = await self._broker.engine.subscribe(wanted)
+        inbox = await self._broker.join(wanted)
         assert isinstance(inbox, Inbox)
         self.feeds[DIRECT_FEED] = QueueOutlet(self, DIRECT_FEED, wanted, inbox)
 
@@ -322,7 +326,10 @@ class Session:
     def stopped(self, feed: int, error: PenstockError) -> None:
         """A feed ended by itself: its group is gone, or the data cannot be read."""
         self.feeds.pop(feed, None)
-        self.send(stopped_frame(feed, error))
+        self._ended[feed] = stopped_frame(feed, error)
+        while len(self._ended) > MAX_FEEDS:
+            del self._ended[next(iter(self._ended))]
+        self.send(self._ended[feed])
 
     async def _opened(self, feed: int) -> None:
         """Wait for a subscribe that came just before."""

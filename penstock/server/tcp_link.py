@@ -25,6 +25,7 @@ from penstock.wire.mark import for_mark, from_mark, marks
 from penstock.wire.message import encode
 from penstock.wire.negotiation import MARKS, NEGOTIATE, answer, choose, refuse
 from penstock.wire.stream import (
+    COMPRESSOR_AT,
     COMPRESSORS,
     Message,
     StreamReader,
@@ -41,8 +42,9 @@ HANDSHAKE_S = 10.0
 STRANGER_FRAME_BYTES = 1 << 20
 # Unread bytes of a client, as a multiple of server.send_buffer_bytes, at which it is cut off.
 ABORT_FACTOR = 4
-# Requests of this size are counted until they are answered; while one client has more than
-# UNANSWERED_BYTES of them, no more is read from it: memory stays bounded, TCP slows it down.
+# Requests of this size, and compressed ones, are counted until they are answered; while one client
+# has more than UNANSWERED_BYTES of them, no more is read from it: memory stays bounded, TCP slows
+# it down.
 COUNTED_BYTES = 4 << 10
 UNANSWERED_BYTES = 64 << 20
 # A connection that ends hears why: its last words get this long to arrive, and of what it still
@@ -261,11 +263,9 @@ class TcpLink(asyncio.BufferedProtocol):
 
     def _receive(self, message: Message) -> None:
         frame = decode_frame(message, self._reader.limit_bytes)
-        size = len(message[1])
-        if size >= COUNTED_BYTES and frame.request and frame.request not in self._unanswered:
-            self._unanswered[frame.request] = size
-            self._unanswered_bytes += size
-            self.hold(False)
+        body = message[1]
+        if frame.request and (len(body) >= COUNTED_BYTES or body[COMPRESSOR_AT]):
+            self._count(frame.request, frame.size_bytes)
         if frame.kind == HELLO and self._timer is not None:
             # What an eager client sends behind its Hello waits in the socket.
             self._greeting = True
@@ -278,6 +278,12 @@ class TcpLink(asyncio.BufferedProtocol):
                 return
         assert self._connection is not None
         self._connection.received(frame)
+
+    def _count(self, request: int, size: int) -> None:
+        if request not in self._unanswered:
+            self._unanswered[request] = size
+            self._unanswered_bytes += size
+            self.hold(False)
 
     def _answered(self, request: int) -> None:
         self._unanswered_bytes -= self._unanswered.pop(request)

@@ -123,13 +123,18 @@ class Peers:
             log.info("it was gone already: %s", error, extra={"peer": peer.name})
 
     def slowest(self) -> Peer | None:
-        """Of the peers that have something to read, the one that read least since the last call."""
+        """Of the peers that have something to read, the one that read least since the last call.
+
+        None while a connection is being cut: what is freed by that may be enough.
+        """
         self._monitor.drain()
         slowest, least = None, 0
         for peer in self._peers.values():
             acked, _, unsent = _traffic(peer.fd)
             progress, peer.acked_bytes = acked - peer.acked_bytes, acked
-            if unsent and not peer.ending and (slowest is None or progress < least):
+            if peer.ending:
+                return None
+            if unsent and (slowest is None or progress < least):
                 slowest, least = peer, progress
         return slowest
 

@@ -301,8 +301,11 @@ async def _still_served(house: House, control: Wire) -> None:
     done = say.Settle(1, [say.Settlement(mine[0].delivery, 1, [0, 1])])
     control.connection.received(Frame(Kind.SETTLE, 0, say.encode(done)))
     await house.call(control, Kind.FLUSH, 1_003, say.Beat())
-    if any(each.kind == Kind.REFUSED for each in control.frames):
-        raise Finding("an ack of somebody else was refused")
+    for each in control.frames:
+        if each.kind == Kind.REFUSED:
+            refused = say.decode(each.meta, say.Refused)
+            if refused.delivery == mine[0].delivery:
+                raise Finding(f"an ack of somebody else was refused: {refused.fault}")
 
 
 async def _next_life(house: House) -> None:

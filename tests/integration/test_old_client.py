@@ -15,7 +15,7 @@ from penstock.model.loader import load
 from penstock.server import oldclient
 from penstock.server.daemon import Daemon
 from penstock.wire import oldcommand as old
-from penstock.wire.stream import StreamReader
+from penstock.wire.stream import SCRATCH_BYTES, StreamReader
 
 
 class Caller:
@@ -260,7 +260,17 @@ async def test_nonsense_is_answered_and_ended(daemon: Daemon, caller: Caller, da
 async def test_a_flood_of_commands_is_slowed_down(
     daemon: Daemon, caller: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """At most one read of commands waits beyond the limit; the rest stays in the socket."""
     monkeypatch.setattr(oldclient, "MAX_WAITING", 8)
-    caller.tell(*(old.Publish("orders", bytes(1_000)) for _ in range(2_000)))
-    replies = [await caller.reply() for _ in range(2_000)]
-    assert replies[-1] == old.Ok.stored(0, 1_999)
+    waiting: list[int] = []
+    command = oldclient.OldClient.command
+
+    def counted(self: Any, *message: Any) -> None:
+        command(self, *message)
+        waiting.append(len(self._slots))
+
+    monkeypatch.setattr(oldclient.OldClient, "command", counted)
+    caller.tell(*(old.Publish("orders", bytes(10_000)) for _ in range(500)))
+    replies = [await caller.reply() for _ in range(500)]
+    assert replies[-1] == old.Ok.stored(0, 499)
+    assert max(waiting) < 8 + SCRATCH_BYTES // 10_000 + 2

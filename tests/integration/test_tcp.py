@@ -324,7 +324,10 @@ async def test_a_claim_of_4_gb_costs_an_answer(harness: Harness) -> None:
     control = await harness.client()
     raw = await Raw(harness.port).open()
     await raw.negotiate()
-    await raw.send(struct.pack("<BI", Kind.PUBLISH, 0xFFFFFFFF) + bytes(200_000))
+    await raw.send(struct.pack("<BI", Kind.PUBLISH, 0xFFFFFFFF))
+    for _ in range(5):
+        await asyncio.sleep(0.02)
+        await raw.send(bytes(100_000))
     fault = await raw.frame()
     assert fault is not None
     assert (fault.kind, fault.request) == (Kind.FAULT, 0)
@@ -436,6 +439,19 @@ async def test_a_bug_costs_one_connection(harness: Harness) -> None:
     assert (fault.code, "ZeroDivisionError" in fault.message) == ("error", True)
     await soon(client.reasons.get())
     assert (await control.call(Frame(Kind.PUBLISH, 1, b""))).request == 1
+
+
+async def test_compressed_requests_count_with_their_real_size(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_link, "UNANSWERED_BYTES", 4 * MIB)
+    harness.broker.echo = False
+    client = await harness.client(compressor="zstd")
+    client.link.send(Frame(Kind.PUBLISH, 1, b"", (bytes(20 * MIB),)))
+    link = harness.broker.connections[0].link
+    await until(lambda: link.holding)
+    link.send(Frame(Kind.RESULT, 1, b""))
+    assert not link.holding
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -576,6 +592,23 @@ async def test_a_broken_answer_ends_the_connection(harness: Harness) -> None:
     client = await harness.client(max_frame_bytes=MIB)
     harness.broker.connections[0].link.send(Frame(Kind.RESULT, 1, b"", (bytes(2 * MIB),)))
     assert "limit" in await soon(client.reasons.get())
+    await until(lambda: not harness.server.links)
+    assert client.reasons.empty()
+
+
+async def test_a_broker_that_never_reads_does_not_hold_up_the_end(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_tcp, "LINGER_S", 0.1)
+    client = await harness.client()
+    connection = harness.broker.connections[0]
+    connection.link._transport.pause_reading()
+    client.link.send(Frame(Kind.PUBLISH, 1, b"", (bytes(30 * MIB),)))
+    await asyncio.sleep(0.01)
+    client.link.close()
+    await asyncio.sleep(0.2)
+    connection.link._transport.resume_reading()
+    await until(lambda: bool(connection.reasons))
 
 
 def port_of(raw: Raw) -> str:

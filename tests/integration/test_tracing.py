@@ -537,5 +537,5 @@ def test_settings_that_cannot_work(endpoint: str, ratio: float) -> None:
 
 def test_a_missing_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(penstock.MissingExtra, match=r"pip install 'penstock\[server\]'"):
+    with pytest.raises(penstock.MissingExtra, match=r"pip install 'penstock\[tracing\]'"):
         tracing.configure("http://127.0.0.1:4318", "shop")

@@ -26,7 +26,7 @@ from penstock.model.errors import (
 )
 from penstock.model.server_settings import Server
 from penstock.model.settings import Settings
-from penstock.server import zmq_peers
+from penstock.server import zeromq, zmq_peers
 from penstock.server.curve import make_keys, public_key
 from penstock.server.link import Link
 from penstock.server.zeromq import ZmqServer
@@ -150,7 +150,7 @@ async def raw_call(socket: zmq.Socket[bytes], message: list[Bytes]) -> Frame:
 
 def zmtp(port: int) -> net.socket:
     """A TCP connection that has shaken hands as a ZeroMQ DEALER, byte by byte."""
-    connection = net.create_connection(("127.0.0.1", port), timeout=DEADLINE_S)
+    connection = net.create_connection(("127.0.0.1", port), timeout=DEADLINE_S / 2)
     connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
     ready = b"\x05READY" + b"\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
     connection.sendall(b"\x04" + bytes([len(ready)]) + ready)
@@ -235,14 +235,15 @@ async def test_wrong_version() -> None:
 
 
 async def test_too_many_parts() -> None:
-    """A message of 20,000 parts is thrown away over several turns, and answered."""
-    async with serving() as (_, broker, port), Client(port) as control:
+    """A message of 20,000 parts is thrown away over several turns, and answered once."""
+    async with serving() as (server, broker, port), Client(port) as control:
         socket = raw_dealer(port)
         answer = await raw_call(socket, [*hello(), *[b"x"] * 20_000])
         assert decode(answer.meta, Fault).code == "connection.protocol"
         assert (await raw_call(socket, hello())).kind == Kind.WELCOME
         await control.echo()
         assert [len(each.frames) for each in broker.connections] == [2, 1]
+        assert [link.source.violations for link in server.links.values()] == [0, 1]
         socket.close()
 
 
@@ -442,6 +443,23 @@ async def test_an_identity_that_reconnects() -> None:
         assert all(len(each.frames) == 1 for each in broker.connections)
 
 
+async def test_an_identity_that_reconnects_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next connection is told from the last words of the one before."""
+    monkeypatch.setattr(zeromq, "LAST_MESSAGES_S", 1.0)
+    async with serving() as (server, broker, port):
+        socket = raw_dealer(port, b"always-me")
+        assert (await raw_call(socket, hello())).kind == Kind.WELCOME
+        socket.close()
+        await until(lambda: server.links[b"always-me"].leaving)
+        assert not broker.connections[0].lost_because
+        socket = raw_dealer(port, b"always-me")
+        assert (await raw_call(socket, hello())).kind == Kind.WELCOME
+        assert broker.connections[0].lost_because
+        await asyncio.sleep(1.1)
+        assert not broker.connections[1].lost_because
+        socket.close()
+
+
 async def test_an_identity_cannot_be_taken() -> None:
     """Row T1: who claims the identity of a connected client gets nothing of it."""
     async with serving() as (_, broker, port):
@@ -458,16 +476,20 @@ async def test_an_identity_cannot_be_taken() -> None:
         thief.close()
 
 
-async def test_last_words_of_a_client_are_heard() -> None:
-    """What was sent before the connection closed counts: acks of a client that leaves."""
+@pytest.mark.parametrize(("count", "size"), [(3_000, 0), (50, 100_000)])
+async def test_last_words_of_a_client_are_heard(count: int, size: int) -> None:
+    """What was sent before the connection closed counts: acks of a client that leaves.
+
+    It is more than is read in one turn, and more than a window of bytes.
+    """
     async with serving() as (_, broker, port):
-        for number in range(20):
+        for number in range(3):
             async with Client(port) as client:
-                for request in range(50):
-                    client.link.send(Frame(Kind.SETTLE, request, b""))
+                for request in range(count):
+                    client.link.send(Frame(Kind.SETTLE, request, b"", (bytes(size),)))
             await until(lambda: broker.connections[-1].lost_because)
             assert len(broker.connections) == number + 1
-            assert len(broker.connections[-1].frames) == 51
+            assert len(broker.connections[-1].frames) == count + 1
 
 
 async def test_last_words_of_the_broker_are_heard() -> None:

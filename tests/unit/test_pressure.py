@@ -22,6 +22,7 @@ from penstock.core.entry import GroupSpec
 from penstock.server import pressure as module
 from penstock.server.metrics_counters import Counters
 from penstock.server.pressure import (
+    BLAMED,
     PAGE_BURN,
     STEP_S,
     WINDOWS_S,
@@ -232,7 +233,7 @@ def test_burn_rates_come_from_publishes_and_refusals(world: Callable[..., Any]) 
                 counters.published("acme", "orders", 1, 1, 0.01)
             counters.published("acme", "orders", 1, 1, 0.3)
             counters.refused("deferred", "max_global_ingress", "acme")
-            for kind in ("throttled", "dropped", "replay-limited"):
+            for kind in ("throttled", "dropped", "replay-limited", "too-large"):
                 counters.refused(kind, "events_per_s", "acme")
         watch.cancel()
         return gauge.read()
@@ -354,6 +355,13 @@ def test_objectives_of_the_guide_are_the_defaults() -> None:
     guide = (ROOT / "docs/guide/observability.md").read_text()
     for name, value in msgspec.structs.asdict(Objectives()).items():
         assert f"| `{name}` | {value:g} |" in guide
+
+
+def test_alerts_blame_the_same_refusals() -> None:
+    """The slow-burn alert and the burn rate agree on what is the broker's failure."""
+    rules = (ROOT / "deploy/prometheus/penstock.rules.yml").read_text()
+    named = set(re.findall(r'refused_publishes_total\{kind=~"([^"]+)"', rules))
+    assert named == {"|".join(sorted(BLAMED))}
 
 
 def test_a_missing_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,21 +6,21 @@ what they measured together. The loops are the same for every system.
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import itertools
 import sys
 import time
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.bench.case import BATCH_EVENTS, DISTINCT_BATCHES, PAYLOAD_BYTES, Window
 from penstock.bench.cases.broker_board import Board, Counter
 from penstock.bench.cases.broker_peer import PenstockBroker, connect, reading
+from penstock.bench.cases.broker_text import texts
 from penstock.bench.cases.workload import expect, together
-from penstock.bench.client_process import start_soon, until
+from penstock.bench.client_process import all_of, start_soon, until
 from penstock.bench.measure import Meter, Sample
 from penstock.bench.peers import make_peer
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from penstock.bench.client_process import ClientProcess
-    from penstock.bench.peers import Peer, Shape
+    from penstock.bench.peers import Count, Peer, Shape
 
 PART = "penstock.bench.cases.broker_flow:FlowPart"
 # Published and not yet delivered: enough that neither side waits for the other's look at the board.
@@ -111,7 +111,7 @@ class FlowPart:
         assert isinstance(peer, PenstockBroker)
         self._sit(seats, batch_events, None)
         bus = await self._stack.enter_async_context(connect(peer.url))
-        counters = dict(zip(topics, self._counters, strict=True))
+        counters: dict[str, Count] = dict(zip(topics, self._counters, strict=True))
         await self._stack.enter_async_context(reading(bus, pattern, counters))
 
     def _sit(self, seats: list[Seat], batch_events: int, server_pid: int | None) -> None:
@@ -121,16 +121,14 @@ class FlowPart:
             board.counter(place, batch_events, self._meter) for board, place in self._boards
         ]
 
-    async def consume(self, start: float, probe: bool) -> dict[str, Any]:
+    async def consume(self, probe: bool) -> dict[str, Any]:
         """Wait until everything has come; what is not settled durably is not counted."""
-        await until(start)
-        with Blocks(probe) as blocks:
-            with self._meter as meter:
-                for board, place in self._boards:
-                    await board.everything(place)
-                for peer in self._peers:
-                    if isinstance(peer, PenstockBroker):
-                        await peer.flush()
+        with Blocks(probe) as blocks, self._meter as meter:
+            for board, place in self._boards:
+                await board.everything(place)
+            for peer in self._peers:
+                if isinstance(peer, PenstockBroker):
+                    await peer.flush()
         await self._stack.aclose()
         return {
             "sample": meter.sample().as_dict(),
@@ -153,8 +151,8 @@ class FlowPart:
         batches = itertools.cycle(_batches(batch_events, payload_bytes, text))
         opened = [Board(path) for path in boards]
         meter = Meter(seconds)
-        await until(start)
         with Blocks(probe) as blocks, meter:
+            await until(start)
             await together(
                 *(
                     _stream(peer, board, batches, meter, batch_events, ahead)
@@ -193,8 +191,6 @@ async def _stream(
 
 def _batches(batch_events: int, payload_bytes: int, text: bool) -> list[list[bytes]]:
     if text:
-        from penstock.bench.cases.broker_matrix import texts
-
         return [texts(payload_bytes, batch_events, seed) for seed in range(DISTINCT_BATCHES)]
     window = Window(0, Path(), Path(), payload_bytes=payload_bytes, batch_events=batch_events)
     return window.batches()
@@ -231,12 +227,10 @@ class Flowed:
     """What a flow came to."""
 
     published: int
-    received: int
     producer: dict[str, Any]
     consumers: list[dict[str, Any]]
-    extra: dict[str, float] = field(default_factory=dict)
 
-    def sample(self) -> Sample:
+    def sample(self, **extra: float) -> Sample:
         """The figures of all processes: rates and CPU added up, latencies of the slowest one."""
         samples = [each["sample"] for each in self.consumers]
         everyone = [*samples, self.producer["sample"]]
@@ -254,25 +248,26 @@ class Flowed:
                 "published": self.published,
                 "publish_p50_ms": self.producer["sample"]["p50_ms"],
                 "publish_p99_ms": self.producer["sample"]["p99_ms"],
-                **self.extra,
+                **extra,
             },
         )
 
     @property
     def blocks_per_op(self) -> float:
         """Memory blocks the clients kept for each event that was published."""
-        left = sum(each["blocks"] for each in (self.producer, *self.consumers))
+        left: int = sum(each["blocks"] for each in (self.producer, *self.consumers))
         return left / max(self.published, 1)
 
 
-Subscribe = "Callable[[list[str]], Sequence[Any]]"
+Orders = list[tuple[str, dict[str, Any]]]
+"""For each consumer: which order makes it subscribe, and what goes with it; `seats` always does."""
 
 
 async def flow(
     stream: Stream,
     producer: ClientProcess,
     consumers: Sequence[ClientProcess],
-    orders: Callable[[list[str]], list[tuple[str, dict[str, Any]]]],
+    orders: Callable[[list[str]], Orders],
     *,
     run: str = "timed",
     probe: bool = False,
@@ -286,19 +281,17 @@ async def flow(
     for consumer, (name, given) in zip(consumers, seats, strict=True):
         await consumer.order(name, batch_events=stream.batch_events, **given)
     start = start_soon()
-    produced, *consumed = await asyncio.gather(
+    produced, *consumed = await all_of(
         producer.order(
             "produce", boards=boards, start=start, seconds=stream.seconds, text=stream.text,
             batch_events=stream.batch_events, payload_bytes=stream.payload_bytes,
             ahead=stream.ahead, probe=probe,
         ),
-        *(consumer.order("consume", start=start, probe=probe) for consumer in consumers),
+        *(consumer.order("consume", probe=probe) for consumer in consumers),
     )  # fmt: skip
-    counts = [events for each in consumed for events in each["events"]]
-    totals = [Board(path).total for path in boards]
-    expect(sum(totals), produced["events"], "published on the boards")
-    had = iter(counts)
-    for (_, given), _ in zip(seats, consumed, strict=True):
-        for path, _place in given["seats"]:
-            expect(next(had), totals[boards.index(path)], "delivered")
-    return Flowed(produced["events"], sum(counts), produced, consumed)
+    totals = {path: Board(path).total for path in boards}
+    expect(sum(totals.values()), produced["events"], "noted as published")
+    for (_, given), each in zip(seats, consumed, strict=True):
+        for (path, _), events in zip(given["seats"], each["events"], strict=True):
+            expect(events, totals[path], "delivered")
+    return Flowed(produced["events"], produced, consumed)

@@ -1,0 +1,125 @@
+"""Whether others are harmed: by a tenant far over its quota, and by very large payloads.
+
+The same small publishes are timed twice, alone and beside the other publisher; which comes first
+changes from round to round. The ratio of the two 99th percentiles is what counts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from penstock.bench.cases.broker_paced import PART
+from penstock.bench.cases.broker_peer import PenstockBroker, stored_in
+from penstock.bench.cases.workload import expect
+from penstock.bench.client_process import ClientProcess, Crew, all_of, start_soon
+from penstock.bench.measure import Sample
+from penstock.model.errors import PenstockError
+from penstock.model.setting import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from penstock.bench.case import Window
+
+QUIET_PER_S = 500  # single events of the publisher that is timed: 1,000 latencies in a window
+QUOTA_PER_S = 5_000
+TIMES_QUOTA = 10
+NOISY_BATCH_EVENTS = 100
+LARGE_BYTES = 16 * MIB
+QUIET, NOISY = "quiet", "noisy"
+
+
+async def neighbour(window: Window) -> Sample:
+    """Publishes of one tenant, alone and while another publishes at ten times its quota."""
+    limits = {NOISY: {"events_per_s": QUOTA_PER_S}}
+    broker = PenstockBroker(admission__tenants=limits)
+
+    def noise(client: ClientProcess, topic: str, start: float) -> Coroutine[Any, Any, Any]:
+        return client.order(
+            "pace", topic=topic, per_s=TIMES_QUOTA * QUOTA_PER_S, seconds=window.seconds,
+            start=start, batch_events=NOISY_BATCH_EVENTS,
+        )  # fmt: skip
+
+    sample, other = await _beside(broker, window, noise)
+    accepted, refused = other["events"], other["refused"]
+    # A bucket holds one second's worth when it is full; the window may end late.
+    allowed = QUOTA_PER_S * (1 + other["seconds"]) + NOISY_BATCH_EVENTS
+    if not refused or accepted > allowed:
+        raise PenstockError(
+            f"the noisy tenant got {accepted} events in and {refused} refused where its quota "
+            f"allows {allowed:.0f}: the figure would mean nothing. Run the case again",
+            accepted=accepted,
+            refused=refused,
+        )
+    offered = (accepted + refused) / other["seconds"]
+    sample.extra.update(accepted=accepted, refused=refused, times_quota=offered / QUOTA_PER_S)
+    return sample
+
+
+async def large(window: Window) -> Sample:
+    """Publishes of 100 bytes, alone and beside a publisher of 16 MiB payloads."""
+
+    def noise(client: ClientProcess, topic: str, start: float) -> Coroutine[Any, Any, Any]:
+        return client.order(
+            "repeat", topic=topic, payload_bytes=LARGE_BYTES, seconds=window.seconds, start=start
+        )
+
+    sample, other = await _beside(PenstockBroker(), window, noise)
+    figures = other["sample"]
+    sample.extra.update(
+        large=other["events"], large_mb_per_s=figures["mb_per_s"], large_p50_ms=figures["p50_ms"]
+    )
+    return sample
+
+
+async def _beside(
+    broker: PenstockBroker,
+    window: Window,
+    noise: Callable[[ClientProcess, str, float], Coroutine[Any, Any, Any]],
+) -> tuple[Sample, dict[str, Any]]:
+    """Time the quiet publisher alone and beside the noisy one; the books of both must balance."""
+    topics = {QUIET: "bench.quiet", NOISY: "bench.noisy"}
+    async with Crew(window.folder, PART, PART) as (quiet, noisy):
+        try:
+            await broker.start(window.folder / "broker")
+            for topic in topics.values():
+                await broker.bus.topics.create(topic)
+            await quiet.order("connect", url=broker.url, tenant=QUIET)
+            await noisy.order("connect", url=broker.url, tenant=NOISY)
+            timed: dict[str, dict[str, Any]] = {}
+            other: dict[str, Any] = {}
+            phases = ["alone", "beside"] if window.turn % 2 == 0 else ["beside", "alone"]
+            for phase in phases:
+                start = start_soon()
+                calls = [
+                    quiet.order(
+                        "pace", topic=topics[QUIET], per_s=QUIET_PER_S, seconds=window.seconds,
+                        start=start, server_pid=broker.server_pid,
+                    )
+                ]  # fmt: skip
+                if phase == "beside":
+                    calls.append(noise(noisy, topics[NOISY], start))
+                timed[phase], *others = await all_of(*calls)
+                other = others[0] if others else other
+                expect(timed[phase]["refused"], 0, "refused to the quiet publisher")
+            published = sum(each["events"] for each in timed.values())
+            expect(await stored_in(broker.bus, topics[QUIET]), published, "stored")
+            expect(await stored_in(broker.bus, topics[NOISY]), other["events"], "stored")
+        finally:
+            await broker.stop()
+    return _sample(timed["alone"]["sample"], timed["beside"]["sample"], other["sample"]), other
+
+
+def _sample(alone: dict[str, Any], beside: dict[str, Any], other: dict[str, Any]) -> Sample:
+    figures = {name: beside[name] for name in beside if name != "extra"}
+    figures["cpu"] += other["cpu"]
+    figures["rss_mb"] += other["rss_mb"]
+    return Sample(
+        **figures,
+        extra={
+            "alone_p50_ms": alone["p50_ms"],
+            "alone_p99_ms": alone["p99_ms"],
+            "p50_ratio": beside["p50_ms"] / alone["p50_ms"],
+            "p99_ratio": beside["p99_ms"] / alone["p99_ms"],
+        },
+    )

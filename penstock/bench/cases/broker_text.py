@@ -1,0 +1,42 @@
+"""Payloads that compress as real ones do: small JSON records, about three times."""
+
+from __future__ import annotations
+
+import json
+import random
+
+_WORDS = (
+    "order", "invoice", "customer", "shipment", "created", "updated", "cancelled", "paid", "pending",
+    "warehouse", "north", "south", "express", "standard", "currency", "amount", "quantity", "article",
+)  # fmt: skip
+
+
+def texts(size_bytes: int, count: int, seed: int) -> list[bytes]:
+    """Distinct payloads of exactly that size; the same for the same seed.
+
+    >>> first, second = texts(100, 2, seed=1)
+    >>> len(first), len(second), first != second
+    (100, 100, True)
+    """
+    source = random.Random(seed)
+    found = []
+    for number in range(count):
+        head = b"%08x%08x " % (seed, number)
+        found.append((head + _records(source, size_bytes))[:size_bytes])
+    return found
+
+
+def _records(source: random.Random, size_bytes: int) -> bytes:
+    """At least that many bytes of records, one after another."""
+    parts: list[bytes] = []
+    size = 0
+    while size < size_bytes:
+        record = {
+            source.choice(_WORDS): source.choice(_WORDS),
+            "id": source.getrandbits(32),
+            "at": source.randrange(1 << 40),
+            source.choice(_WORDS): round(source.uniform(0, 1_000), 2),
+        }
+        parts.append(json.dumps(record).encode())
+        size += len(parts[-1])
+    return b"".join(parts)
