@@ -10,6 +10,7 @@ from datetime import datetime
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from penstock.bus import tracing
 from penstock.bus.desk import Audit, DeadLetters, Groups, Routes, Schedules, Topics
 from penstock.bus.handler import Handler
 from penstock.bus.publishing import Drafting, Key, Times, When, when_us
@@ -74,6 +75,7 @@ class Bus:
             raise BusClosed("this bus was closed; call penstock.connect again")
         if self._state == "new":
             await self.engine.open()
+            tracing.detect()
             self._state = "open"
             for handler in self._handlers:
                 handler.start()
@@ -151,6 +153,8 @@ class Bus:
             event_time=event_time, delay_s=delay_s, deliver_at=deliver_at, ttl_s=ttl_s,
             priority=priority, codec=codec, partition=partition,
         )  # fmt: skip
+        if tracing.tracer is not None:
+            return await tracing.publish(self.engine, draft, self.settings.limits)
         return await self.engine.publish(draft)
 
     def draft(
@@ -225,6 +229,8 @@ class Bus:
             idempotency_keys=idempotency_keys, event_times=event_times, ttl_s=ttl_s,
             priorities=priorities, codec=codec, partition=partition,
         )  # fmt: skip
+        if tracing.tracer is not None:
+            return await tracing.publish(self.engine, draft, self.settings.limits)
         return await self.engine.publish(draft)
 
     def draft_many(

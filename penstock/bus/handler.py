@@ -8,6 +8,7 @@ import typing
 from collections.abc import Callable, Coroutine, Generator
 from typing import TYPE_CHECKING, Any
 
+from penstock.bus import tracing
 from penstock.model.codec import codecs
 from penstock.model.errors import (
     BusClosed,
@@ -174,7 +175,10 @@ class Handler:
                     return
             try:
                 arguments = call.arguments(event)
-                result = await self._run(arguments)
+                work = self._run(arguments)
+                if tracing.tracer is not None:
+                    work = tracing.handle(event, call.function.__qualname__, work)
+                result = await work
             except asyncio.CancelledError as error:
                 task = asyncio.current_task()
                 if task is None or task.cancelling():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from penstock.bus import tracing
 from penstock.engines.engine import Draft, Settle
 from penstock.engines.engine import Transaction as EngineTransaction
 from penstock.model.errors import InvalidInput
@@ -74,4 +75,9 @@ class Transaction:
     ) -> None:
         self._open = False
         if kind is None:
-            self.receipts = await self._bus.engine.transact(self._parts)
+            bus = self._bus
+            if tracing.tracer is None:
+                self.receipts = await bus.engine.transact(self._parts)
+            else:
+                limits = bus.settings.limits
+                self.receipts = await tracing.transact(bus.engine, self._parts, limits)

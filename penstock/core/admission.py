@@ -305,7 +305,7 @@ class Admission:
         self, state: _Tenant, events: int, waiting: Waiting
     ) -> tuple[Kind, str, float] | None:
         limits, own = self.limits, state.limits.max_queued
-        caps = (
+        caps: tuple[tuple[str, int | None, int], ...] = (
             ("max_per_topic_queue", limits.max_per_topic_queue, waiting.of_topic),
             ("max_queued_direct", limits.max_queued_direct, waiting.of_consumer),
         )

@@ -66,6 +66,7 @@ class QueueGroup:
         self.starved: Run | None = None
         """A run whose keys or priorities must be loaded before dispatch can go on."""
         self.leases: dict[int, Lease] = {}
+        self.failures = [0] * (FENCED + 1)  # by state; a dispatcher lends all its groups one list
         self._entries: list[Entry] = []
         self._dirty: dict[int, Lease] = {}
         self._turn: deque[Member] = deque()
@@ -125,7 +126,7 @@ class QueueGroup:
 
     def ack(self, lease: Lease, index: int, now: float) -> None:
         """An event is done."""
-        self._check(lease, index, now)
+        self.check(lease, index, now)
         lease.dirty.append(index)
         self._dirty[lease.fence] = lease
         self._close(lease, index, ACKED)
@@ -133,14 +134,10 @@ class QueueGroup:
 
     def ack_now(self, lease: Lease, index: int, now: float) -> Acked:
         """The same, for a transaction: the entry is returned instead of waiting for `drain`."""
-        self._check(lease, index, now)
+        self.check(lease, index, now)
         self._close(lease, index, ACKED)
         self._settled(lease.lane, lease.start + index)
         return Acked(self.name, lease.lane.topic, lease.lane.partition, [lease.start + index, 1])
-
-    def check(self, lease: Lease, index: int, now: float) -> None:
-        """Raise what settling this event now would raise."""
-        self._check(lease, index, now)
 
     def nack(
         self,
@@ -151,18 +148,19 @@ class QueueGroup:
         reason: str = "nacked",
     ) -> None:
         """An event failed: again after `delay_s` or the ladder's step, or dead when out of attempts."""
-        self._check(lease, index, now)
+        self.check(lease, index, now)
         self._fail(lease, index, NACKED, now, delay_s, reason)
 
     def reject(self, lease: Lease, index: int, now: float, reason: str = "rejected") -> None:
         """An event is hopeless: dead without further attempts."""
-        self._check(lease, index, now)
+        self.check(lease, index, now)
         self._close(lease, index, REJECTED)
+        self.failures[REJECTED] += 1
         self._doom(lease.lane, lease.start + index, lease.attempt, reason)
 
     def extend(self, lease: Lease, index: int, now: float, seconds: float | None = None) -> None:
         """The member is still at work on an event."""
-        self._check(lease, index, now)
+        self.check(lease, index, now)
         if index < len(lease.deadlines):
             lease.deadlines[index] = now + (self.spec.lease_s if seconds is None else seconds)
 
@@ -391,7 +389,8 @@ class QueueGroup:
         )  # fmt: skip
         return lease
 
-    def _check(self, lease: Lease, index: int, now: float) -> None:
+    def check(self, lease: Lease, index: int, now: float) -> None:
+        """Raise what settling this event now would raise."""
         if lease.states[index] == OUT:
             if index >= len(lease.deadlines) or now < lease.deadlines[index]:
                 return
@@ -410,6 +409,7 @@ class QueueGroup:
         self, lease: Lease, index: int, state: int, now: float, delay_s: float | None, reason: str
     ) -> None:
         self._close(lease, index, state)
+        self.failures[state] += 1
         offset = lease.start + index
         if self.spec.retry.exhausted(lease.attempt):
             self._doom(lease.lane, offset, lease.attempt, reason)

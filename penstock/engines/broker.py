@@ -13,7 +13,7 @@ from penstock.engines.channel import Call, Channel
 from penstock.engines.embedded import CAPABILITIES
 from penstock.engines.engine import Draft, LogFeed, QueueFeed, Request, Subscribe, Transaction
 from penstock.engines.link import ClientLink
-from penstock.engines.remote_delivery import RemoteDelivery, RemoteQueue
+from penstock.engines.remote_delivery import RemoteDelivery, RemoteQueue, settled_events
 from penstock.engines.remote_log import RemoteLog
 from penstock.engines.remote_publisher import RemotePublisher, described
 from penstock.model.batch import EventBatch
@@ -54,10 +54,11 @@ class BrokerEngine:
         self._feeds: dict[int, RemoteQueue | RemoteLog] = {}
         self._feed = 0
         self._unreported: dict[RemoteDelivery, None] = {}
+        self._deadline_s = settings.client.deadline_s
         self._joining: set[asyncio.Task[None]] = set()
-        self._reported = self._flushed = 0
-        self._forgotten = False
-        """The broker was restarted before it was known that all that was reported is durable."""
+        self._renewals = 0
+        self._doubtful: set[tuple[int, int]] = set()
+        """Settled events, by delivery and index, of which a broker that was restarted may not know."""
 
     async def open(self) -> None:
         """Connect; raises when no broker answers in time."""
@@ -101,17 +102,20 @@ class BrokerEngine:
 
     async def flush(self) -> None:
         """Everything settled so far is durable when it returns."""
-        self._report()
-        reported = self._reported
-        await self.channel.call(Kind.FLUSH, again=True)
-        if self._forgotten:
-            self._forgotten = False
+        renewals = -1
+        while renewals != self._renewals:  # a restarted broker is told again before it is asked
+            if self._joining:
+                await asyncio.wait(self._joining, timeout=self._deadline_s)
+            renewals = self._renewals
+            self._report()
+            await self.channel.flush()
+        if self._doubtful:
+            self._doubtful.clear()
             raise ConnectionLost(
-                "the broker was restarted meanwhile; what was settled since the last flush may or may "
-                "not have survived, and what did not comes again",
+                "the broker was restarted, or has forgotten this session, before all that was settled "
+                "was durable: what it does not know of comes again",
                 outcome="unknown",
             )
-        self._flushed = max(self._flushed, reported)
 
     # -- consuming -----------------------------------------------------------------------------
 
@@ -139,7 +143,6 @@ class BrokerEngine:
 
     def _report(self) -> None:
         if self._unreported:
-            self._reported += 1
             deliveries, self._unreported = self._unreported, {}
             self.channel.settle([delivery.settlement() for delivery in deliveries])
 
@@ -180,9 +183,13 @@ class BrokerEngine:
 
     def _renewed(self) -> None:
         """The broker was restarted, or has forgotten us: join again, with what is in our hands."""
-        if self._unreported or self._reported > self._flushed:
-            self._forgotten, self._flushed = True, self._reported
-        self._unreported.clear()
+        self._renewals += 1
+        deliveries, self._unreported = self._unreported, {}
+        for settlement in (
+            *self.channel.unconfirmed(),
+            *(each.settlement() for each in deliveries),
+        ):
+            self._doubtful.update(settled_events(settlement))
         for feed in self._feeds.values():
             held = feed.in_hand() if isinstance(feed, RemoteQueue) else []
             call = self.channel.begin(Kind.SUBSCRIBE, _wish(feed, held), again=True)
@@ -201,7 +208,9 @@ class BrokerEngine:
         if isinstance(feed, RemoteQueue):
             joined: say.Joined = decode(answer.meta, say.Joined)
             for each in held:
-                feed.taken_up(each.delivery, joined.adopted.get(each.delivery, []))
+                indices = joined.adopted.get(each.delivery, [])
+                feed.taken_up(each.delivery, indices)
+                self._doubtful.difference_update((each.delivery, index) for index in indices)
 
     # -- reading and administration ------------------------------------------------------------
 

@@ -78,7 +78,8 @@ class Channel:
         self._link: ClientLink | None = None
         self._calls: dict[int, Call] = {}
         self._request = 0
-        self._settles: deque[tuple[int, Frame]] = deque()
+        self._settles: deque[tuple[int, Frame, list[say.Settlement]]] = deque()
+        """Reported, and not yet called durable by the broker."""
         self._settle_number = 0
         self._opened: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -158,9 +159,19 @@ class Channel:
         self._settle_number += 1
         message = say.Settle(self._settle_number, settlements)
         frame = Frame(Kind.SETTLE, 0, encode(message))
-        self._settles.append((self._settle_number, frame))
+        self._settles.append((self._settle_number, frame, settlements))
         if self._link is not None and self.welcome is not None:
             self._link.send(frame)
+
+    def unconfirmed(self) -> list[say.Settlement]:
+        """Settlements that would not survive the broker for all we know."""
+        return [each for _, _, settlements in self._settles for each in settlements]
+
+    async def flush(self) -> None:
+        """Everything settled so far is durable when it returns."""
+        number = self._settle_number
+        await self.call(Kind.FLUSH, again=True)
+        self._confirmed(number)
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -280,7 +291,7 @@ class Channel:
         if welcome.resumed:
             self.lost(welcome.lost)
             self._confirmed(welcome.settled)
-            for _, frame in self._settles:
+            for _, frame, _ in self._settles:
                 self._link.send(frame)
         else:
             self._settles.clear()

@@ -74,6 +74,8 @@ class CommitLoop:
     ) -> None:
         self.failed: PenstockError | None = None
         self.commits = 0
+        self.write_s = 0.0
+        """Time all commits took to write and sync."""
         self._journal = journal
         self._layout = layout
         self._source = source
@@ -185,7 +187,7 @@ class CommitLoop:
             self._resolve(flushes, None if taken.drained else self._full)
             return bool(taken.submissions)
         self._journal.place(taken.commit)
-        mode = self._settings.durability.fsync
+        mode, began = self._settings.durability.fsync, self._runtime.now()
         try:
             await self._runtime.write(self._write, taken.commit, mode)
         except BaseException as error:
@@ -198,6 +200,7 @@ class CommitLoop:
             self._flushes += flushes
             raise
         self.commits += 1
+        self.write_s += self._runtime.now() - began
         self._committed(taken)
         self._answer(taken.submissions)
         self._resolve(flushes, None if taken.drained else self._full)

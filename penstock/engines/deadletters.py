@@ -97,6 +97,10 @@ class Graveyard:
     """Buries doomed events, and serves those who look after the dead."""
 
     def __init__(self, engine: EmbeddedEngine) -> None:
+        self.buried: Callable[[str, str], None] = lambda tenant, topic: None
+        """Told of every event that became a dead letter."""
+        self.revived: Callable[[str, str], None] = lambda tenant, topic: None
+        """Told of every dead letter that was given back."""
         self._engine = engine
         self._burials: set[asyncio.Task[None]] = set()
         self._busy: set[str] = set()
@@ -154,6 +158,8 @@ class Graveyard:
                 break
             except Rejected as error:  # the disk is full: they stay doomed until there is room
                 await asyncio.sleep(error.retry_after_s)
+        for _, event in found:
+            self.buried(event.tenant, event.topic)
         self._engine.dispatcher.touched(group)
 
     def _draft(self, consumer: str, event: Event, attempts: int, reason: str) -> Draft:
@@ -266,6 +272,7 @@ class Graveyard:
             return [*group.drain(), DeadReplayed(id), audit]
 
         await self._engine.intake.submit([], when_taken=entries)
+        self.revived(letter.tenant, letter.topic)
         self._engine.dispatcher.touched(group)
 
     async def purge(self, ids: Sequence[str], actor: str, reason: str, confirm: str) -> Outcome:
@@ -313,6 +320,7 @@ class Graveyard:
             return [dead, audit]
 
         await self._engine.intake.submit([draft], when_taken=entries)
+        self.buried(event.tenant, topic)
         if group is not None:
             self._engine.dispatcher.touched(group)  # its key may go on
         return self.find(letter_id)

@@ -8,7 +8,7 @@ from itertools import chain
 
 from penstock.core.delivery import QueueGroup
 from penstock.core.entry import Entry, GroupSpec
-from penstock.core.lease import OUT, Lane, Lease
+from penstock.core.lease import OUT, STATES, Lane, Lease
 from penstock.core.takeup import adopt
 from penstock.engines.handle import Inbox, LeasedBatch
 from penstock.engines.runtime import Runtime
@@ -30,6 +30,8 @@ class Dispatcher:
         bury: Callable[[QueueGroup], None],
     ) -> None:
         self.groups: dict[str, QueueGroup] = {}
+        self.failures = [0] * len(STATES)
+        """Of all groups, those that are gone included."""
         self._log = log
         self._runtime = runtime
         self._hurry = hurry
@@ -50,6 +52,7 @@ class Dispatcher:
         group = self.groups[name] = QueueGroup(name, spec, fence=fence)
         group.peek_keys = self._peek_keys
         group.peek_priorities = self._peek_priorities
+        group.failures = self.failures
         return group
 
     def remove(self, name: str, error: PenstockError) -> None:

@@ -32,6 +32,8 @@ class Intake:
     """Takes drafts and entries in, and answers when they are durable."""
 
     def __init__(self, engine: EmbeddedEngine) -> None:
+        self.aside_bytes = 0
+        """Payloads written to side files."""
         self._engine = engine
         self._rounds: dict[str, int] = {}
 
@@ -93,6 +95,7 @@ class Intake:
                 "stored. Free some space; publishing resumes by itself",
                 retry_after_s=1.0,
             ) from None
+        self.aside_bytes += len(payload)
         draft.batch = batch
 
     def admit(self, draft: Draft, size: int) -> None:

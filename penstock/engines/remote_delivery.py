@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from penstock.core.lease import (
     ACKED,
@@ -34,6 +34,7 @@ from penstock.wire.message import Deliver, Held, Refused, Settlement
 
 log = logging.getLogger("penstock.client")
 NOBODY = Member("", 0)
+SAID_BEFORE = "said before the broker was restarted"
 
 
 class RemoteDelivery:
@@ -211,8 +212,13 @@ class RemoteQueue:
             state = delivery.lease.states[index]
             if state == OUT and index not in again:
                 delivery.end(index, EXPIRED)
-            elif state == ACKED and index in again:  # the ack did not survive the broker
-                delivery.acks.append(index)
+            elif index in again and state in (ACKED, NACKED, REJECTED):  # it did not survive there
+                if state == ACKED:
+                    delivery.acks.append(index)
+                elif state == NACKED:
+                    delivery.nacks.append((index, None, SAID_BEFORE))
+                else:
+                    delivery.rejects.append((index, SAID_BEFORE))
                 self.touched(delivery)
         self._waiting = deque(each for each in self._waiting if each.lease.open)
 
@@ -245,6 +251,18 @@ class RemoteQueue:
             await self._leave(self)  # type: ignore[misc]
             for delivery in list(self.held.values()):
                 delivery.end_all(RETURNED)
+
+
+def settled_events(settlement: Settlement) -> Iterator[tuple[int, int]]:
+    """The events that a settlement closes: delivery and index of each."""
+    acks = settlement.acks
+    for at in range(0, len(acks), 2):
+        for index in range(acks[at], acks[at] + acks[at + 1]):
+            yield settlement.delivery, index
+    for nack in settlement.nacks:
+        yield settlement.delivery, nack[0]
+    for reject in settlement.rejects:
+        yield settlement.delivery, reject[0]
 
 
 def _runs(indices: list[int]) -> list[int]:

@@ -84,6 +84,17 @@ class FastPath(Group, frozen=True):
     threads: Annotated[int, Meta(ge=1, le=64), about("Threads that do the work.")] = 2
 
 
+class Telemetry(Group, frozen=True):
+    """Traces; metrics are at /metrics whatever stands here."""
+
+    otlp_endpoint: Annotated[
+        str, about("Where `penstock up` sends spans: an OTLP collector over HTTP; empty is off.")
+    ] = ""
+    sample_ratio: Annotated[
+        float, Meta(ge=0, le=1), about("Share of the traces begun here that is kept.")
+    ] = 1.0
+
+
 class Client(Group, frozen=True):
     """How an application talks to a broker."""
 

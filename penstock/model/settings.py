@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from penstock.model.server_settings import Auth, Client, FastPath, Server
+from penstock.model.server_settings import Auth, Client, FastPath, Server, Telemetry
 from penstock.model.setting import (
     DAY_S,
     GIB,
@@ -328,4 +328,5 @@ class Settings(Group, frozen=True):
     server: Server = msgspec.field(default_factory=Server)
     auth: Auth = msgspec.field(default_factory=Auth)
     fastpath: FastPath = msgspec.field(default_factory=FastPath)
+    telemetry: Telemetry = msgspec.field(default_factory=Telemetry)
     client: Client = msgspec.field(default_factory=Client)

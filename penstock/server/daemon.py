@@ -6,6 +6,7 @@ import asyncio
 import logging
 from pathlib import Path
 
+from penstock.bus import tracing
 from penstock.engines.embedded import EmbeddedEngine
 from penstock.log.disk import RealDisk
 from penstock.model.settings import Settings
@@ -47,6 +48,9 @@ class Daemon:
 
     async def start(self) -> None:
         """Recover the folder, then listen: HTTP first, so that probes see it coming."""
+        telemetry = self.settings.telemetry
+        if telemetry.otlp_endpoint:
+            tracing.configure(telemetry.otlp_endpoint, "penstock", telemetry.sample_ratio)
         await self.engine.open()
         try:
             self.broker.start()
@@ -101,3 +105,5 @@ class Daemon:
         if self._http is not None:
             await self._http.stop()
         await self.engine.close()
+        if self.settings.telemetry.otlp_endpoint:
+            await asyncio.to_thread(tracing.shutdown)

@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from penstock.core.lease import EXPIRED, NACKED, REJECTED, RETURNED, STATES
 from penstock.engines.embedded import EmbeddedEngine
 from penstock.model.errors import MissingExtra
 from penstock.server.metrics_catalogue import FAMILIES
@@ -46,6 +47,8 @@ class Metrics:
         self._counters = counters
         self._gauge = gauge
         self._retained = Retained(counters.labels)
+        engine.graveyard.buried = counters.dead_letter
+        engine.graveyard.revived = counters.dead_letter_replayed
         try:
             self._version = version("penstock")
         except PackageNotFoundError:  # run from its sources
@@ -95,6 +98,9 @@ class Metrics:
             yield "penstock_dead_letters_total", pair, count
         for pair, count in counters.dead_letters_replayed.items():
             yield "penstock_dead_letters_replayed_total", pair, count
+        for state in (NACKED, EXPIRED, REJECTED, RETURNED):
+            failed = engine.dispatcher.failures[state]
+            yield "penstock_failed_deliveries_total", (STATES[state],), failed
         yield "penstock_dead_letters_kept", (), len(engine.state.dead)
         yield "penstock_problem", ("writer",), float(engine.commits.failed is not None)
         yield "penstock_problem", ("housekeeping",), float(engine.housekeeper.problem is not None)
@@ -131,12 +137,15 @@ class Metrics:
         for pair, size in self._retained.bytes.items():
             yield "penstock_retained_bytes", pair, size
         journal, segments = engine.journal.written_bytes, engine.housekeeper.bytes_out
+        side = engine.intake.aside_bytes
         published = self._counters.published_bytes()
-        written = journal + segments
+        written = journal + segments + side
         yield "penstock_disk_written_bytes_total", ("journal",), journal
         yield "penstock_disk_written_bytes_total", ("segments",), segments
+        yield "penstock_disk_written_bytes_total", ("side",), side
         yield "penstock_write_amplification_ratio", (), written / published if published else 0.0
         yield "penstock_commits_total", (), engine.commits.commits
+        yield "penstock_commit_seconds_total", (), engine.commits.write_s
         yield "penstock_journal_pending_bytes", (), pending_bytes(engine)
         yield "penstock_journal_backlog_bytes", (), engine.brake.backlog_bytes
         yield "penstock_segment_bytes", (), manifest.total_bytes

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Any
 
+from penstock.bus import tracing
 from penstock.core.delivery import MAX_LEASE_EVENTS
 from penstock.core.lease import OUT
 from penstock.engines.engine import LogFeed
@@ -81,6 +82,8 @@ class QueueOutlet:
             if len(skip) == batch.count:
                 del self.held[number]
                 return
+        if tracing.tracer is not None:
+            tracing.delivering(batch, self.wanted.group, leased.attempt)
         meta = Deliver(self._feed, number, leased.attempt, skip)
         self._session.send(Frame(Kind.DELIVER, 0, encode(meta), (batch.encode(),)))
         self._session.delivered(batch, batch.count - len(skip), leased.attempt)

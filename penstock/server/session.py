@@ -15,7 +15,7 @@ from penstock.engines import request as requests
 from penstock.engines.dispatcher import Dispatcher
 from penstock.engines.engine import Subscribe as Wanted
 from penstock.engines.groups import DIRECT
-from penstock.engines.handle import Inbox
+from penstock.engines.handle import Inbox, LeasedBatch
 from penstock.model.batch import EventBatch
 from penstock.model.errors import (
     AccessDenied,
@@ -25,11 +25,13 @@ from penstock.model.errors import (
     ProtocolViolation,
 )
 from penstock.model.event import Identity
+from penstock.model.role import ADMIN
 from penstock.model.topic import is_wildcard
 from penstock.server.admin_tenancy import Tenancy
 from penstock.server.asking import Asking
-from penstock.server.inbound import ADMIN, REPLY_PREFIX, check_subscribe
+from penstock.server.inbound import REPLY_PREFIX, check_subscribe
 from penstock.server.outlet import LogOutlet, QueueOutlet, stopped_frame
+from penstock.server.replies import MAX_REPLIES, Replies
 from penstock.server.storing import Storing
 from penstock.wire import message as say
 from penstock.wire.fault import to_fault
@@ -42,9 +44,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock.server")
 
-# Answers kept for a client that may have missed them: as many as it can have requests open.
-MAX_KEPT_ANSWERS = 4_096
-MAX_KEPT_BYTES = 32 << 20
 MAX_FEEDS = 1_024  # of one session
 DIRECT_FEED = 0  # clients number their own feeds from 1
 CONFIRM_EVERY = 256  # settlements, so that a busy client need not keep many
@@ -64,15 +63,16 @@ class Session:
         self.heard_at = broker.now()
         self.restored = False
         """Known from the journal only: the broker was restarted."""
-        self.settled = 0
+        self.settled = self._durable = 0
+        """The last Settle that arrived, and the last that is durable."""
+        self._hardening: asyncio.Task[None] | None = None
         self.feeds: dict[int, QueueOutlet | LogOutlet] = {}
         self._broker = broker
         self._storing = Storing(broker.engine, self, broker.tally, broker.fastpath)
         asking = Asking(broker, self)
         self._attached = asyncio.Event()
         self._delivery = 0
-        self._answers: dict[int, Frame] = {}
-        self._answer_bytes = 0
+        self._answers = Replies()
         self._working: dict[int, asyncio.Task[None]] = {}
         self._patient: set[asyncio.Task[None]] = set()
         self.own_topics: set[str] = set()
@@ -117,7 +117,7 @@ class Session:
                 0,
                 encode(
                     msgspec.structs.replace(
-                        welcome, settled=self.settled, unknown=unknown, lost=lost
+                        welcome, settled=self._durable, unknown=unknown, lost=lost
                     )
                 ),
             )
@@ -149,6 +149,8 @@ class Session:
 
     async def room(self) -> None:
         """Wait until there is a connection that takes more."""
+        if self.link is not None and self.link.pending_bytes() > self._broker.send_buffer_bytes:
+            self._broker.tally.backpressure("send-buffer")
         while self.link is None or self.link.pending_bytes() > self._broker.send_buffer_bytes:
             if self.link is None:
                 await self._attached.wait()
@@ -170,8 +172,8 @@ class Session:
             handler = self._handlers.get(frame.kind)
             if handler is None:
                 raise ProtocolViolation(f"a client does not send frames of kind {frame.kind}")
-            if len(self._working) >= MAX_KEPT_ANSWERS:
-                raise ProtocolViolation(f"more than {MAX_KEPT_ANSWERS} requests without an answer")
+            if len(self._working) >= MAX_REPLIES:
+                raise ProtocolViolation(f"more than {MAX_REPLIES} requests without an answer")
             work = asyncio.create_task(self._work(handler, frame))
             self._working[frame.request] = work
             if frame.kind == Kind.FETCH:
@@ -188,26 +190,27 @@ class Session:
             log.exception("request failed", extra={"session": self.id, "kind": frame.kind})
             answer = Frame(Kind.FAULT, frame.request, encode(to_fault(error)))
         self._working.pop(frame.request, None)
-        if frame.kind != Kind.READ:  # asked again, it reads again
-            self._keep(answer)
+        if frame.kind != Kind.READ and self.hello.resumable:  # asked again, it reads again
+            self._answers.keep(answer)
         self.send(answer)
 
-    def _keep(self, answer: Frame) -> None:
-        if not self.hello.resumable:
-            return
-        self._answers[answer.request] = answer
-        self._answer_bytes += answer.size_bytes
-        while len(self._answers) > MAX_KEPT_ANSWERS or self._answer_bytes > MAX_KEPT_BYTES:
-            oldest = next(iter(self._answers))
-            self._answer_bytes -= self._answers.pop(oldest).size_bytes
-
     def _beat(self, beat: say.Beat) -> None:
-        for request in [each for each in self._answers if each < beat.answered]:
-            self._answer_bytes -= self._answers.pop(request).size_bytes
+        self._answers.forget_before(beat.answered)
         self._confirm()
 
     def _confirm(self) -> None:
-        self.send(Frame(Kind.BEAT, 0, encode(say.Beat(settled=self.settled))))
+        """Say which settlements are durable, now and again when the others are."""
+        self.send(Frame(Kind.BEAT, 0, encode(say.Beat(settled=self._durable))))
+        if self.settled > self._durable and self._hardening is None:
+            self._hardening = self._broker.engine.spawn(self._harden(self.settled))
+
+    async def _harden(self, settled: int) -> None:
+        try:
+            await self._broker.engine.commits.flush()
+            self._durable = settled
+        finally:
+            self._hardening = None
+        self.send(Frame(Kind.BEAT, 0, encode(say.Beat(settled=settled))))
 
     def _settle(self, settle: say.Settle) -> None:
         if settle.sequence <= self.settled:
@@ -231,6 +234,19 @@ class Session:
 
     def _queues(self) -> list[QueueOutlet]:
         return [outlet for outlet in self.feeds.values() if isinstance(outlet, QueueOutlet)]
+
+    def leased(self, delivery: int) -> LeasedBatch | None:
+        """A delivery of which something is not settled."""
+        for outlet in self._queues():
+            if delivery in outlet.held:
+                return outlet.held[delivery]
+        return None
+
+    def drop_settled(self, deliveries: set[int]) -> None:
+        """Forget those of these deliveries that are settled."""
+        for outlet in self._queues():
+            for number in deliveries:
+                outlet.drop_settled(number)
 
     def next_delivery(self) -> int:
         """A number for a delivery, not used before in this session."""

@@ -6,17 +6,18 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from penstock.bus import tracing
 from penstock.core.entry import Entry, Produced
 from penstock.engines.bundle import Bundle, combined
 from penstock.engines.embedded import EmbeddedEngine
 from penstock.engines.engine import Draft, Settle, Transaction
 from penstock.engines.timekeeper import SCHEDULED
-from penstock.model.errors import BusClosed, LeaseExpired, PenstockError
+from penstock.model.errors import LeaseExpired, PenstockError
 from penstock.model.event import Identity, Receipt
 from penstock.model.settings import Limits
 from penstock.server.fastpath import FastPath
 from penstock.server.inbound import inbound
-from penstock.server.metrics_counters import Counters
+from penstock.server.metrics_counters import Counters, duplicates_in
 from penstock.wire import message as say
 from penstock.wire.fault import to_fault
 from penstock.wire.frame import Bytes, Frame, Kind
@@ -66,7 +67,8 @@ class Storing:
                 return Produced(self._session.id, wish.sequence, places)
 
             started = time.perf_counter()
-            answers = await self._bundle.publish(list(drafts.values()), note)
+            with tracing.receiving(list(drafts.values())):
+                answers = await self._bundle.publish(list(drafts.values()), note)
             seconds = time.perf_counter() - started
             for number, answer in zip(numbers, answers, strict=True):
                 if isinstance(answer, Receipt):
@@ -97,11 +99,11 @@ class Storing:
         return draft
 
     def _count(self, draft: Draft, receipt: Receipt, seconds: float) -> None:
-        if receipt.duplicate:
-            self._tally.duplicates(draft.tenant, draft.topic, draft.count)
-            return
+        again = duplicates_in(receipt)
+        if again:
+            self._tally.duplicates(draft.tenant, draft.topic, again)
         size = draft.batch.size_bytes if draft.batch is not None else sum(map(len, draft.payloads))
-        self._tally.published(draft.tenant, draft.topic, draft.count, size, seconds)
+        self._tally.published(draft.tenant, draft.topic, draft.count - again, size, seconds)
 
     def _before(self, sequence: int) -> dict[int, list[tuple[int, int, int]]]:
         """Where the drafts of an earlier publish went: partition, offset and count, by draft."""
@@ -156,17 +158,15 @@ class Storing:
                     places += (number, part.partition, part.offset, part.count)
             return Produced(self._session.id, wish.sequence, places)
 
+        started = time.perf_counter()
         done = await self._engine.intake.transact(transaction, note)
-        for outlet in self._session.feeds.values():
-            for number in {delivery for delivery, _ in wish.acks}:
-                getattr(outlet, "drop_settled", lambda _: None)(number)
+        for draft, receipt in zip(drafts, done, strict=False):
+            self._count(draft, receipt, time.perf_counter() - started)
+        self._session.drop_settled({delivery for delivery, _ in wish.acks})
         return Frame(Kind.RESULT, frame.request, encode(say.Published(list(done))))
 
     def _leased(self, delivery: int, index: int) -> Settle:
-        for outlet in self._session.feeds.values():
-            leased = getattr(outlet, "held", {}).get(delivery)
-            if leased is not None:
-                if not 0 <= index < leased.batch.count:
-                    raise BusClosed(f"delivery {delivery} has no event {index}")
-                return Settle(leased, index)
-        raise LeaseExpired("an event of the transaction is leased no more; nothing happened")
+        leased = self._session.leased(delivery)
+        if leased is None or not 0 <= index < leased.batch.count:
+            raise LeaseExpired("an event of the transaction is leased no more; nothing happened")
+        return Settle(leased, index)

@@ -120,7 +120,7 @@ class ZmqServer:
                 identity = recv(NOBLOCK)
             except zmq.Again:
                 while self._leaving:
-                    self._bury(self._leaving.pop(), "the client closed the connection")
+                    self._bury(self._leaving.pop(), "the connection ended")
                 return False
             message: list[Bytes] = []
             more = True
@@ -139,6 +139,10 @@ class ZmqServer:
             return
         try:
             frame = Frame.of_multipart(message)
+            if frame.mark:
+                raise ProtocolViolation(
+                    "over ZeroMQ the mark is 0, raw; JSON and protobuf need TCP"
+                )
             # The next connection of a client that insists on its identity begins with HELLO.
             if link is None or (link.leaving and frame.kind == Kind.HELLO):
                 link = self._admit(identity, frame.request, part)
@@ -152,7 +156,7 @@ class ZmqServer:
         if link.closed:
             return
         try:
-            link.connection.received(frame)
+            link.received(frame)
         except Exception as error:
             log.exception("the broker failed on a frame", extra={"peer": link.peer})
             link.send(Frame(Kind.FAULT, frame.request, encode(to_fault(error))))
@@ -196,7 +200,7 @@ class ZmqServer:
         source = self._source(part)
         for former in (self.links.get(identity), self._by_fd.get(source.fd)):
             if former is not None:  # its place is taken, so it must have gone
-                self._bury(former, "the client closed the connection")
+                self._bury(former, "the connection ended")
         outbox = ZmqOutbox(self._socket, self._pump.nudge, lambda: self._unroutable(link), identity)
         link = RouterLink(
             self, outbox, identity, source, is_loopback(_property(part, "Peer-Address"))

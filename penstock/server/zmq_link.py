@@ -6,14 +6,22 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from penstock.engines.zmq_outbox import ZmqOutbox
+from penstock.model.errors import Deferred
 from penstock.server.zmq_peers import Peer
+from penstock.wire.fault import to_fault
 from penstock.wire.frame import Frame, Kind
+from penstock.wire.message import encode
 
 if TYPE_CHECKING:
     from penstock.server.zeromq import ZmqServer
 
 # Unread bytes of a client, as a multiple of server.send_buffer_bytes, at which it is cut off.
 ABORT_FACTOR = 4
+# Requests of this size are counted until they are answered. Nobody can stop reading from one client
+# of a ROUTER, so one that has more than UNANSWERED_BYTES of them is told to come again.
+COUNTED_BYTES = 4 << 10
+UNANSWERED_BYTES = 64 << 20
+RETRY_AFTER_S = 0.1
 # What the last frames of a link get to leave: at most, and after libzmq seems to have sent them.
 LINGER_S = 2.0
 SETTLE_S = 0.1
@@ -24,7 +32,7 @@ class RouterLink:
 
     __slots__ = (
         "_largest_bytes", "_limit_bytes", "_loop", "_outbox", "_reason", "_server", "_timer",
-        "closed", "connection", "identity", "leaving", "loopback", "peer", "source",
+        "_unanswered", "_unanswered_bytes", "closed", "connection", "identity", "leaving", "loopback", "peer", "source",
     )  # fmt: skip
 
     def __init__(
@@ -44,6 +52,8 @@ class RouterLink:
         self._loop = asyncio.get_running_loop()
         self._limit_bytes = ABORT_FACTOR * server.settings.server.send_buffer_bytes
         self._largest_bytes = 0
+        self._unanswered: dict[int, int] = {}
+        self._unanswered_bytes = 0
         self._reason = ""
         self._timer: asyncio.TimerHandle | None = None
 
@@ -51,6 +61,8 @@ class RouterLink:
         """Queue a frame; a client that leaves too much unread is cut off instead."""
         if self.closed or self.leaving:
             return
+        if frame.request in self._unanswered:
+            self._unanswered_bytes -= self._unanswered.pop(frame.request)
         if frame.kind == Kind.WELCOME and self.source.stranger:
             self._server.peers.welcome(self.source)
         self._outbox.put(frame.multipart())
@@ -61,6 +73,22 @@ class RouterLink:
             self.closed = True
             self._reason = f"the client left {pending} bytes unread"
             self._cut(gently=False)
+
+    def received(self, frame: Frame) -> None:
+        """Pass a frame on to the broker, unless too much of this client waits there already."""
+        if frame.request and frame.size_bytes >= COUNTED_BYTES:
+            if self._unanswered_bytes > UNANSWERED_BYTES:
+                error = Deferred(
+                    f"{self._unanswered_bytes} bytes of this client's requests wait for answers; "
+                    "this one was not taken. Wait for some, then send it again",
+                    retry_after_s=RETRY_AFTER_S,
+                )
+                self.send(Frame(Kind.FAULT, frame.request, encode(to_fault(error))))
+                return
+            if frame.request not in self._unanswered:
+                self._unanswered[frame.request] = frame.size_bytes
+                self._unanswered_bytes += frame.size_bytes
+        self.connection.received(frame)
 
     def pending_bytes(self) -> int:
         """Bytes queued and not yet taken by the operating system."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket as net
 import struct
 from collections.abc import Callable
@@ -114,7 +113,7 @@ class Peers:
         log.log(level, "connection cut: %s", reason, extra={"peer": peer.name})
         # A copy of the descriptor: libzmq may close the original, and another file get its number.
         try:
-            with net.socket(fileno=os.dup(peer.fd)) as connection:
+            with net.fromfd(peer.fd, net.AF_INET, net.SOCK_STREAM) as connection:
                 if _name(connection) == peer.name:
                     if not gently:
                         connection.setsockopt(net.SOL_SOCKET, net.SO_LINGER, _RESET)
@@ -163,7 +162,7 @@ class Peers:
 
     def _accepted(self, fd: int) -> None:
         try:
-            with net.socket(fileno=os.dup(fd)) as connection:
+            with net.fromfd(fd, net.AF_INET, net.SOCK_STREAM) as connection:
                 name = _name(connection)
         except OSError:  # it is gone again, and the monitor is about to say so
             name = "?"

@@ -23,7 +23,6 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 import penstock
-from penstock.bus import bus as bus_module
 from penstock.bus import tracing
 from penstock.engines.engine import Draft, Transaction
 from penstock.model.batch import EventBatch
@@ -145,7 +144,6 @@ async def test_a_publish_and_its_handling_are_one_trace(mem: penstock.Bus, spans
     assert (delivered.end_time or 0) >= delivered.start_time
 
 
-@pytest.mark.skipif(not hasattr(bus_module, "tracing"), reason="the bus does not call it yet")
 async def test_the_bus_and_its_handlers_trace(mem: penstock.Bus, spans: Spans) -> None:
     """Row X11 through the public API: async and sync handlers, batches, transactions, failures."""
     seen = asyncio.Event()
@@ -371,7 +369,6 @@ def test_context_never_breaks_a_limit() -> None:
 
 OFF = """
 import asyncio, sys, penstock
-from penstock.bus import bus as bus_module
 from penstock.bus import tracing
 
 async def main():

@@ -26,11 +26,11 @@ from penstock.model.errors import (
 )
 from penstock.model.server_settings import Server
 from penstock.model.settings import Settings
-from penstock.server import zeromq, zmq_peers
+from penstock.server import zeromq, zmq_link, zmq_peers
 from penstock.server.curve import make_keys, public_key
 from penstock.server.link import Link
 from penstock.server.zeromq import ZmqServer
-from penstock.wire.frame import ENVELOPE, MAGIC, Bytes, Frame, Kind
+from penstock.wire.frame import ENVELOPE, MAGIC, Bytes, Frame, Kind, Mark
 from penstock.wire.message import Fault, decode
 
 DEADLINE_S = 10.0
@@ -161,10 +161,11 @@ def zmtp(port: int) -> net.socket:
 
 
 def closed(connection: net.socket) -> None:
-    """Read until the other side ends the connection; fails when it does not."""
+    """Read until the other side ends the connection; fails when it does not, well before 10 s."""
+    end_s = time.monotonic() + DEADLINE_S / 2
     with contextlib.suppress(ConnectionError):
         while connection.recv(65_536):
-            pass
+            assert time.monotonic() < end_s, "it was not cut off"
 
 
 def hello() -> list[Bytes]:
@@ -231,6 +232,15 @@ async def test_wrong_version() -> None:
         assert (answer.kind, answer.request) == (Kind.FAULT, 77)
         assert (fault.code, fault.data["version"]) == ("connection.version", 9)
         assert (await raw_call(socket, hello())).kind == Kind.WELCOME  # it may think again
+        socket.close()
+
+
+async def test_other_marks_are_for_tcp() -> None:
+    async with serving() as (_, broker, port):
+        socket = raw_dealer(port)
+        answer = await raw_call(socket, Frame(Kind.HELLO, 6, b"{}", mark=Mark.JSON).multipart())
+        assert (answer.request, decode(answer.meta, Fault).code) == (6, "connection.protocol")
+        assert broker.connections == []
         socket.close()
 
 
@@ -406,6 +416,28 @@ async def test_an_eager_stranger_is_stopped() -> None:
         await until(lambda: broker.connections[1].lost_because)
         assert len(broker.connections[1].frames) == 2
         socket.close()
+
+
+async def test_requests_without_answers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client cannot fill the broker's memory with requests: one too many is to come again later."""
+    monkeypatch.setattr(zmq_link, "UNANSWERED_BYTES", 1 << 20)
+    async with serving() as (_, broker, port), Client(port) as client:
+        received = broker.connections[0].frames
+        for request in range(2, 52):  # SETTLE is never answered here
+            client.link.send(Frame(Kind.SETTLE, request, b"", (bytes(100_000),)))
+        for request in range(13, 52):
+            answer = await client.receive()
+            assert (answer.kind, answer.request) == (Kind.FAULT, request)
+            fault = decode(answer.meta, Fault)
+            assert (fault.code, fault.data["retry_after_s"]) == ("rejected.deferred", 0.1)
+        assert [frame.request for frame in received] == [1, *range(2, 13)]
+        await client.echo()  # small ones do not count
+        for request in range(2, 13):
+            broker.connections[0].link.send(Frame(Kind.RESULT, request, b""))
+            assert (await client.receive()).request == request
+        large = Frame(Kind.PUBLISH, 99, b"", (bytes(5_000_000),))  # alone, it may be any size
+        for _ in range(2):
+            assert (await client.call(large)).kind == Kind.RESULT
 
 
 async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -442,6 +442,50 @@ def test_quotas_are_shares_of_limits() -> None:
     assert later["events_per_s"] == pytest.approx(0.25)
 
 
+async def test_failures_are_counted_by_cause(scraped: Scraped) -> None:
+    """Row Q10 retry rate, row X10 dead letters: by the engine itself, groups that are gone included."""
+    bus = scraped.bus
+    await bus.publish_many("orders", [b"x"] * 5)
+    once = penstock.Retry((10,), 1)
+    async with bus.subscribe("orders", group="billing", lease_s=0.5, retry=once) as events:
+        nacked, rejected, acked, *_ = [await anext(events) for _ in range(5)]
+        await nacked.nack()
+        await rejected.reject()
+        await acked.ack()
+        async with asyncio.timeout(5):
+            while (await scraped.values("penstock_failed_deliveries_total"))["expired",] < 2:
+                await asyncio.sleep(0.02)
+        await bus.flush()
+    found = await scraped.values("penstock_failed_deliveries_total")
+    assert found == {("nacked",): 1, ("rejected",): 1, ("expired",): 2, ("returned",): 0}
+    dead = ("default", "orders")
+    assert await scraped.values("penstock_dead_letters_total") == {dead: 4}
+    letter = (await bus.dead_letters.list())[0]
+    await bus.dead_letters.replay(
+        [letter.id], target_consumer="billing", target_topic="orders", actor="ann",
+        reason="fixed", confirm="REPLAY",
+    )  # fmt: skip
+    assert await scraped.values("penstock_dead_letters_replayed_total") == {dead: 1}
+    await bus.groups.delete("billing")
+    assert await scraped.values("penstock_failed_deliveries_total") == found
+
+
+async def test_a_consumer_that_leaves_returns_what_it_was_handed(scraped: Scraped) -> None:
+    await scraped.bus.publish_many("orders", [b"x"] * 5)
+    async with scraped.bus.subscribe("orders", group="billing") as events:
+        await anext(events)
+    found = await scraped.values("penstock_failed_deliveries_total")
+    assert found["returned",] == 1, "the other four cost nobody an attempt"
+
+
+async def test_commits_take_time_and_side_files_count(tmp_path: Path) -> None:
+    async with penstock.connect(tmp_path) as bus:
+        scraped = Scraped(bus)
+        await bus.publish("orders", random.randbytes(2 << 20))
+        assert (await scraped.values("penstock_commit_seconds_total"))[()] > 0
+        assert (await scraped.values("penstock_disk_written_bytes_total"))["side",] == 2 << 20
+
+
 async def test_problems_are_seen(scraped: Scraped) -> None:
     quiet = {("writer",): 0, ("housekeeping",): 0, ("disk",): 0}
     assert await scraped.values("penstock_problem") == quiet

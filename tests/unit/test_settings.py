@@ -17,17 +17,8 @@ from penstock.model.errors import InvalidSettings
 from penstock.model.loader import MAX_FILE_BYTES, check, load
 from penstock.model.quantity import parse, show, unit_of
 from penstock.model.reference import reference
-from penstock.model.settings import (
-    GIB,
-    MIB,
-    Admission,
-    Delivery,
-    Durability,
-    Sealing,
-    Settings,
-    TenantLimits,
-    field_types,
-)
+from penstock.model.setting import GIB, MIB, field_types
+from penstock.model.settings import Admission, Delivery, Durability, Sealing, Settings, TenantLimits
 
 ROOT = Path(__file__).parents[2]
 GROUPS = {**field_types(Settings), "tenant": TenantLimits}

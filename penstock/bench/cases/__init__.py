@@ -1,7 +1,7 @@
 """The benchmark cases, in the order `penstock bench list` shows them."""
 
 from penstock.bench.case import Case, register
-from penstock.bench.cases import deliver, lookup, publish, read, recover
+from penstock.bench.cases import broker, deliver, lookup, publish, read, recover
 
 register(
     Case(
@@ -72,3 +72,4 @@ register(
         "bytes",
     )
 )
+broker.register_all()

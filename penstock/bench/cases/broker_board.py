@@ -104,7 +104,7 @@ class Board:
         """When a batch was begun."""
         return self._numbers[self._ring + batch % RING]
 
-    async def everything(self, *places: int) -> None:
+    async def everything(self, *places: int, look_s: float = LOOK_S) -> None:
         """Return when the producer is done and these consumers have all there is."""
         seen, since = -1, time.perf_counter()
         while True:
@@ -116,7 +116,7 @@ class Board:
                 seen, since = has, time.perf_counter()
             elif time.perf_counter() - since > STALLED_S:
                 raise self._stalled()
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(look_s)
 
     def _stalled(self) -> PenstockError:
         return PenstockError(

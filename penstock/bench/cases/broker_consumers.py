@@ -117,35 +117,34 @@ async def broker_consumers(window: Window) -> Sample:
     """A thousand consumers that each receive and ack at least ten events a second."""
     broker = PenstockBroker(topics=CONSUMERS)
     each = max(1, round(EVENTS_PER_S * window.seconds))
-    async with Crew(window.folder, *[PART] * (1 + PROCESSES)) as (producer, *clients):
-        try:
-            await broker.start(window.folder / "broker")
-            await broker.open("queue")
-            shares = [broker.topics[number::PROCESSES] for number in range(PROCESSES)]
-            await all_of(
-                *(
-                    client.order("connect", url=broker.url, topics=share)
-                    for client, share in zip(clients, shares, strict=True)
-                )
+    async with (
+        Crew(window.folder, *[PART] * (1 + PROCESSES)) as (producer, *clients),
+        broker.serving(window.folder),
+    ):
+        await broker.open("queue")
+        shares = [broker.topics[number::PROCESSES] for number in range(PROCESSES)]
+        await all_of(
+            *(
+                client.order("connect", url=broker.url, topics=share)
+                for client, share in zip(clients, shares, strict=True)
             )
-            start = start_soon()
-            produced, *consumed = await all_of(
-                producer.order(
-                    "produce", url=broker.url, topics=broker.topics, each=each,
-                    per_s=EVENTS_PER_S, start=start, server_pid=broker.server_pid,
-                ),
-                *(
-                    client.order("consume", start=start, each=each) for client in clients
-                ),
-            )  # fmt: skip
-            counts = {topic: n for part in consumed for topic, n in part["events"].items()}
-            for topic in broker.topics:
-                expect(counts[topic], each, f"handled by the consumer of {topic}")
-            expect(produced["events"], each * CONSUMERS, "published")
-            expect(await broker.stored(), each * CONSUMERS, "stored")
-            await expect_acked(broker)
-        finally:
-            await broker.stop()
+        )
+        start = start_soon()
+        produced, *consumed = await all_of(
+            producer.order(
+                "produce", url=broker.url, topics=broker.topics, each=each,
+                per_s=EVENTS_PER_S, start=start, server_pid=broker.server_pid,
+            ),
+            *(
+                client.order("consume", start=start, each=each) for client in clients
+            ),
+        )  # fmt: skip
+        counts = {topic: n for part in consumed for topic, n in part["events"].items()}
+        for topic in broker.topics:
+            expect(counts[topic], each, f"handled by the consumer of {topic}")
+        expect(produced["events"], each * CONSUMERS, "published")
+        expect(await broker.stored(), each * CONSUMERS, "stored")
+        await expect_acked(broker)
     return _sample(each, produced["sample"], consumed)
 
 

@@ -79,34 +79,30 @@ async def _beside(
 ) -> tuple[Sample, dict[str, Any]]:
     """Time the quiet publisher alone and beside the noisy one; the books of both must balance."""
     topics = {QUIET: "bench.quiet", NOISY: "bench.noisy"}
-    async with Crew(window.folder, PART, PART) as (quiet, noisy):
-        try:
-            await broker.start(window.folder / "broker")
-            for topic in topics.values():
-                await broker.bus.topics.create(topic)
-            await quiet.order("connect", url=broker.url, tenant=QUIET)
-            await noisy.order("connect", url=broker.url, tenant=NOISY)
-            timed: dict[str, dict[str, Any]] = {}
-            other: dict[str, Any] = {}
-            phases = ["alone", "beside"] if window.turn % 2 == 0 else ["beside", "alone"]
-            for phase in phases:
-                start = start_soon()
-                calls = [
-                    quiet.order(
-                        "pace", topic=topics[QUIET], per_s=QUIET_PER_S, seconds=window.seconds,
-                        start=start, server_pid=broker.server_pid,
-                    )
-                ]  # fmt: skip
-                if phase == "beside":
-                    calls.append(noise(noisy, topics[NOISY], start))
-                timed[phase], *others = await all_of(*calls)
-                other = others[0] if others else other
-                expect(timed[phase]["refused"], 0, "refused to the quiet publisher")
-            published = sum(each["events"] for each in timed.values())
-            expect(await stored_in(broker.bus, topics[QUIET]), published, "stored")
-            expect(await stored_in(broker.bus, topics[NOISY]), other["events"], "stored")
-        finally:
-            await broker.stop()
+    async with Crew(window.folder, PART, PART) as (quiet, noisy), broker.serving(window.folder):
+        for topic in topics.values():
+            await broker.bus.topics.create(topic)
+        await quiet.order("connect", url=broker.url, tenant=QUIET)
+        await noisy.order("connect", url=broker.url, tenant=NOISY)
+        timed: dict[str, dict[str, Any]] = {}
+        other: dict[str, Any] = {}
+        phases = ["alone", "beside"] if window.turn % 2 == 0 else ["beside", "alone"]
+        for phase in phases:
+            start = start_soon()
+            calls = [
+                quiet.order(
+                    "pace", topic=topics[QUIET], per_s=QUIET_PER_S, seconds=window.seconds,
+                    start=start, server_pid=broker.server_pid,
+                )
+            ]  # fmt: skip
+            if phase == "beside":
+                calls.append(noise(noisy, topics[NOISY], start))
+            timed[phase], *others = await all_of(*calls)
+            other = others[0] if others else other
+            expect(timed[phase]["refused"], 0, "refused to the quiet publisher")
+        published = sum(each["events"] for each in timed.values())
+        expect(await stored_in(broker.bus, topics[QUIET]), published, "stored")
+        expect(await stored_in(broker.bus, topics[NOISY]), other["events"], "stored")
     return _sample(timed["alone"]["sample"], timed["beside"]["sample"], other["sample"]), other
 
 

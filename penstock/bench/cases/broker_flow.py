@@ -23,6 +23,7 @@ from penstock.bench.cases.workload import expect, together
 from penstock.bench.client_process import all_of, start_soon, until
 from penstock.bench.measure import Meter, Sample
 from penstock.bench.peers import make_peer
+from penstock.model.setting import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 PART = "penstock.bench.cases.broker_flow:FlowPart"
 # Published and not yet delivered: enough that neither side waits for the other's look at the board.
 BATCHES_AHEAD = 8
+PREPARED_BYTES = 8 * MIB  # of payloads made beforehand, so that large ones do not fill the memory
 PROBE_S = 0.3  # how long memory blocks are counted, after the window
 
 Seat = tuple[str, int]
@@ -85,6 +87,7 @@ class FlowPart:
         self._counters: list[Counter] = []
         self._boards: list[tuple[Board, int]] = []
         self._meter = Meter(0)
+        self._batches: list[list[bytes]] = []
 
     async def join(self, peer: str, tickets: list[dict[str, Any]]) -> None:
         """Connect to a running server, once for each ticket; earlier connections are closed."""
@@ -94,6 +97,10 @@ class FlowPart:
         await together(
             *(each.join(ticket) for each, ticket in zip(self._peers, tickets, strict=True))
         )
+
+    async def prepare(self, batch_events: int, payload_bytes: int, text: bool) -> None:
+        """Make what will be published, before any clock runs."""
+        self._batches = _batches(batch_events, payload_bytes, text)
 
     async def subscribe(
         self, shape: Shape, seats: list[Seat], batch_events: int, server_pid: int | None
@@ -141,21 +148,18 @@ class FlowPart:
         boards: list[str],
         start: float,
         seconds: float,
-        batch_events: int,
-        payload_bytes: int,
-        text: bool,
         ahead: int,
         probe: bool,
     ) -> dict[str, Any]:
         """Publish batches for that long, one stream for each board, a few batches ahead."""
-        batches = itertools.cycle(_batches(batch_events, payload_bytes, text))
+        batches = itertools.cycle(self._batches)
         opened = [Board(path) for path in boards]
         meter = Meter(seconds)
         with Blocks(probe) as blocks, meter:
             await until(start)
             await together(
                 *(
-                    _stream(peer, board, batches, meter, batch_events, ahead)
+                    _stream(peer, board, batches, meter, len(self._batches[0]), ahead)
                     for peer, board in zip(itertools.cycle(self._peers), opened, strict=False)
                 )
             )
@@ -190,10 +194,12 @@ async def _stream(
 
 
 def _batches(batch_events: int, payload_bytes: int, text: bool) -> list[list[bytes]]:
+    fitting = PREPARED_BYTES // (payload_bytes * batch_events)
+    count = min(DISTINCT_BATCHES, max(fitting, BATCHES_AHEAD))
     if text:
-        return [texts(payload_bytes, batch_events, seed) for seed in range(DISTINCT_BATCHES)]
+        return [texts(payload_bytes, batch_events, seed) for seed in range(count)]
     window = Window(0, Path(), Path(), payload_bytes=payload_bytes, batch_events=batch_events)
-    return window.batches()
+    return window.batches(count)
 
 
 # -- in the benchmark's process --------------------------------------------------------------------
@@ -278,14 +284,17 @@ async def flow(
     """
     boards = stream.boards(run)
     seats = orders(boards)
+    await producer.order(
+        "prepare", batch_events=stream.batch_events, payload_bytes=stream.payload_bytes,
+        text=stream.text,
+    )  # fmt: skip
     for consumer, (name, given) in zip(consumers, seats, strict=True):
         await consumer.order(name, batch_events=stream.batch_events, **given)
     start = start_soon()
     produced, *consumed = await all_of(
         producer.order(
-            "produce", boards=boards, start=start, seconds=stream.seconds, text=stream.text,
-            batch_events=stream.batch_events, payload_bytes=stream.payload_bytes,
-            ahead=stream.ahead, probe=probe,
+            "produce", boards=boards, start=start, seconds=stream.seconds, ahead=stream.ahead,
+            probe=probe,
         ),
         *(consumer.order("consume", probe=probe) for consumer in consumers),
     )  # fmt: skip

@@ -30,6 +30,8 @@ PART = "penstock.bench.cases.broker_paced:PacedPart"
 LATENCY_PER_S = 1_000
 # Calls without an answer; beyond it the pace is not kept, and the figure is refused.
 MAX_UNDER_WAY = 4_000
+PACED_BATCHES = 16  # few, because they are made while others wait for the start
+SELDOM_S = 0.02  # between two looks at the board: a busier loop would be measured too
 STAMP = struct.Struct("<q")
 
 
@@ -41,8 +43,7 @@ class PacedPart:
 
     def __init__(self) -> None:
         self._bus: Any = None
-        self._boards: list[Board] = []
-        self._counts: list[int] = []
+        self._board: Any = None
         self._meter = Meter(0)
 
     async def connect(self, url: str, tenant: str = "default") -> None:
@@ -86,29 +87,25 @@ class PacedPart:
                 meter.add(time.perf_counter() - begun, 1, len(payload))
         return {"sample": meter.sample().as_dict(), "events": meter.events}
 
-    async def listen(self, topic: str) -> None:
+    async def listen(self, topic: str, board: str) -> None:
         """Handle what comes from now on; its age is measured when the handler has it."""
-        self._counts = [0]
+        self._board = progress = Board(board)
 
         async def handle(payload: bytes) -> None:
             age_ns = time.perf_counter_ns() - STAMP.unpack_from(payload)[0]
             self._meter.add(age_ns / 1e9)
-            self._counts[0] += 1
+            progress.had(0, self._meter.events)
 
         self._bus.handler(topic, group=GROUP, max_inflight=PREFETCH)(handle)
         await self._bus.ready()
 
-    async def handled(self, board: str, server_pid: int) -> dict[str, Any]:
+    async def handled(self, server_pid: int) -> dict[str, Any]:
         """Wait until everything that was published has been handled."""
-        progress = Board(board)
-        with Meter(0, server_pid=server_pid) as self._meter:
-            waiting = asyncio.create_task(progress.everything(0))
-            while not waiting.done():
-                progress.had(0, self._counts[0])
-                await asyncio.sleep(0.001)
-            await waiting
+        self._meter = Meter(0, server_pid=server_pid)
+        with self._meter as meter:
+            await self._board.everything(0, look_s=SELDOM_S)
             await self._bus.flush()
-        return {"sample": self._meter.sample().as_dict(), "events": self._counts[0]}
+        return {"sample": meter.sample().as_dict(), "events": meter.events}
 
 
 class _Pacer:
@@ -120,7 +117,7 @@ class _Pacer:
         self._bus = bus
         self._topic = topic
         window = Window(0, Path(), Path(), payload_bytes=PAYLOAD_BYTES, batch_events=batch_events)
-        self._batches = itertools.cycle(window.batches())
+        self._batches = itertools.cycle(window.batches(PACED_BATCHES))
         self._under_way: set[asyncio.Task[None]] = set()
 
     async def run(self, every_s: float) -> None:
@@ -161,28 +158,27 @@ async def broker_latency(window: Window) -> Sample:
     """From publish in one process to the handler in another, at 1,000 events a second."""
     broker = PenstockBroker()
     syncs = disk_sync_s(window.folder)
-    async with Crew(window.folder, PART, PART) as (producer, consumer):
-        try:
-            await broker.start(window.folder / "broker")
-            await broker.open("queue")
-            [topic] = broker.topics
-            await all_of(*(each.order("connect", url=broker.url) for each in (producer, consumer)))
-            await consumer.order("listen", topic=topic)
-            board = window.folder / "board"
-            Board.make(board, consumers=1)
-            paced, handled = await all_of(
-                producer.order(
-                    "pace", topic=topic, per_s=LATENCY_PER_S, seconds=window.seconds,
-                    start=start_soon(), board=str(board),
-                ),
-                consumer.order("handled", board=str(board), server_pid=broker.server_pid),
-            )  # fmt: skip
-            expect(paced["refused"], 0, "refused")
-            expect(handled["events"], paced["events"], "handled")
-            expect(await broker.stored(), paced["events"], "stored")
-            await expect_acked(broker)
-        finally:
-            await broker.stop()
+    async with (
+        Crew(window.folder, PART, PART) as (producer, consumer),
+        broker.serving(window.folder),
+    ):
+        await broker.open("queue")
+        [topic] = broker.topics
+        await all_of(*(each.order("connect", url=broker.url) for each in (producer, consumer)))
+        board = window.folder / "board"
+        Board.make(board, consumers=1)
+        await consumer.order("listen", topic=topic, board=str(board))
+        paced, handled = await all_of(
+            producer.order(
+                "pace", topic=topic, per_s=LATENCY_PER_S, seconds=window.seconds,
+                start=start_soon(), board=str(board),
+            ),
+            consumer.order("handled", server_pid=broker.server_pid),
+        )  # fmt: skip
+        expect(paced["refused"], 0, "refused")
+        expect(handled["events"], paced["events"], "handled")
+        expect(await broker.stored(), paced["events"], "stored")
+        await expect_acked(broker)
     # Before and after, so that a disk that slows down meanwhile slows both.
     syncs += disk_sync_s(window.folder)
     return _beside_the_disk(paced["sample"], handled["sample"], syncs)

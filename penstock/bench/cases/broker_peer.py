@@ -83,17 +83,27 @@ class PenstockBroker:
         self.bus = await connect(self.url).open()
 
     async def _listening(self, path: Path) -> dict[str, Any]:
+        """What the broker writes into a file when it is ready."""
         assert self._server is not None
         end = time.monotonic() + START_TIMEOUT_S
-        while not path.exists():
+        while (record := _record(path)) is None:
             if not self._server.alive or time.monotonic() > end:
-                raise PenstockError(
-                    "the broker did not start for the benchmark; the end of its log: "
-                    f"{self._server.log_tail()}"
-                )
+                raise PenstockError("the broker did not start for the benchmark")
             await asyncio.sleep(POLL_S)
-        record: dict[str, Any] = json.loads(path.read_text())
         return record
+
+    @asynccontextmanager
+    async def serving(self, folder: Path) -> AsyncIterator[None]:
+        """Runs while this is open; an error is told together with the end of the broker's log."""
+        try:
+            await self.start(folder / "broker")
+            yield
+        except Exception as error:
+            if self._server is not None:
+                error.add_note(f"the end of the broker's log: {self._server.log_tail()}")
+            raise
+        finally:
+            await self.stop()
 
     async def stop(self) -> None:
         """Disconnect and kill the broker, if it is ours: its data is not needed any more."""
@@ -175,6 +185,13 @@ class PenstockBroker:
         """Events of queues that are not acked."""
         groups = await self.bus.groups.list()
         return sum(group.lag for group in groups if group.mode == "queue")
+
+
+def _record(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    record: dict[str, Any] = json.loads(path.read_text())
+    return record
 
 
 async def stored_in(bus: Bus, topic: str) -> int:

@@ -32,22 +32,16 @@ NANOSECONDS_PER_S = 1e9
 async def broker_publish_batched(window: Window) -> Sample:
     """Calls of 1,000 payloads rotating over 100 topics, eight under way, sealing on."""
     broker = PenstockBroker(topics=BATCHED_TOPICS)
-    try:
-        await broker.start(window.folder / "broker")
+    async with broker.serving(window.folder):
         return await publish_batched(broker, replace(window, server_pid=broker.server_pid))
-    finally:
-        await broker.stop()
 
 
 async def batch_cost(window: Window) -> Sample:
     """The broker's CPU time for a frame of 1,000 events and for a frame of one, in turns."""
     broker = PenstockBroker()
-    try:
-        await broker.start(window.folder / "broker")
+    async with broker.serving(window.folder):
         await broker.open("queue")
         return await _cost(broker, replace(window, server_pid=broker.server_pid))
-    finally:
-        await broker.stop()
 
 
 async def _cost(broker: PenstockBroker, window: Window) -> Sample:

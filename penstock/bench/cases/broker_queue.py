@@ -34,13 +34,9 @@ MIXED_BATCH_EVENTS = 100
 async def broker_queue(window: Window) -> Sample:
     """Publish, hand each event to a handler in another process, ack each."""
     broker = PenstockBroker()
-    async with Crew(window.folder, PART, PART) as clients:
-        try:
-            await broker.start(window.folder / "broker")
-            flowed = await _queue(broker, window, clients)
-            expect(await broker.stored(), flowed.published, "stored")
-        finally:
-            await broker.stop()
+    async with Crew(window.folder, PART, PART) as clients, broker.serving(window.folder):
+        flowed = await _queue(broker, window, clients)
+        expect(await broker.stored(), flowed.published, "stored")
     return flowed.sample()
 
 
@@ -68,15 +64,14 @@ async def _queue(peer: Peer, window: Window, clients: list[ClientProcess]) -> Fl
 async def broker_fanout(window: Window) -> Sample:
     """Every event to eight subscribers in other processes; deliveries are counted."""
     broker = PenstockBroker()
-    async with Crew(window.folder, *[PART] * (1 + FANOUT_PROCESSES)) as clients:
-        try:
-            await broker.start(window.folder / "broker")
-            flowed = await _fanout(broker, window, clients)
-            short = replace(window, seconds=min(window.seconds, PROBE_S))
-            probed = await _fanout(broker, short, clients, probe=True)
-            expect(await broker.stored(), flowed.published + probed.published, "stored")
-        finally:
-            await broker.stop()
+    async with (
+        Crew(window.folder, *[PART] * (1 + FANOUT_PROCESSES)) as clients,
+        broker.serving(window.folder),
+    ):
+        flowed = await _fanout(broker, window, clients)
+        short = replace(window, seconds=min(window.seconds, PROBE_S))
+        probed = await _fanout(broker, short, clients, probe=True)
+        expect(await broker.stored(), flowed.published + probed.published, "stored")
     return flowed.sample(blocks_per_op=probed.blocks_per_op)
 
 
@@ -117,24 +112,20 @@ async def _fanout(
 async def broker_mixed(window: Window) -> Sample:
     """Eight topics with a producer and a handler each, and one reader of all, in three processes."""
     broker = PenstockBroker(topics=MIXED_TOPICS)
-    async with Crew(window.folder, PART, PART, PART) as clients:
-        try:
-            await broker.start(window.folder / "broker")
-            await broker.open("queue")
-            tickets = [broker.ticket() | {"topics": [topic]} for topic in broker.topics]
-            producer, workers, reader = clients
-            await all_of(
-                producer.order("join", peer=broker.name, tickets=tickets),
-                workers.order("join", peer=broker.name, tickets=tickets),
-                reader.order("join", peer=broker.name, tickets=[broker.ticket()]),
-            )
-            flowed = await _mixed(broker, window, clients)
-            short = replace(window, seconds=min(window.seconds, PROBE_S))
-            probed = await _mixed(broker, short, clients, probe=True)
-            await expect_acked(broker)
-            expect(await broker.stored(), flowed.published + probed.published, "stored")
-        finally:
-            await broker.stop()
+    async with Crew(window.folder, PART, PART, PART) as clients, broker.serving(window.folder):
+        await broker.open("queue")
+        tickets = [broker.ticket() | {"topics": [topic]} for topic in broker.topics]
+        producer, workers, reader = clients
+        await all_of(
+            producer.order("join", peer=broker.name, tickets=tickets),
+            workers.order("join", peer=broker.name, tickets=tickets),
+            reader.order("join", peer=broker.name, tickets=[broker.ticket()]),
+        )
+        flowed = await _mixed(broker, window, clients)
+        short = replace(window, seconds=min(window.seconds, PROBE_S))
+        probed = await _mixed(broker, short, clients, probe=True)
+        await expect_acked(broker)
+        expect(await broker.stored(), flowed.published + probed.published, "stored")
     return flowed.sample(blocks_per_op=probed.blocks_per_op)
 
 
@@ -170,6 +161,6 @@ def _row(boards: list[str], place: int) -> list[tuple[str, int]]:
 async def expect_acked(peer: Peer) -> None:
     """Refuse a figure when the server says that something is not acked; some count late."""
     end = time.monotonic() + DRAIN_TIMEOUT_S
-    while (left := await peer.leftover()) and time.monotonic() < end:
+    while (left := await peer.leftover()) and time.monotonic() < end:  # noqa: ASYNC110
         await asyncio.sleep(0.05)
     expect(left, 0, f"left unacked at {peer.name}")

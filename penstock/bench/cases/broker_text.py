@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 
@@ -9,6 +10,10 @@ _WORDS = (
     "order", "invoice", "customer", "shipment", "created", "updated", "cancelled", "paid", "pending",
     "warehouse", "north", "south", "express", "standard", "currency", "amount", "quantity", "article",
 )  # fmt: skip
+
+
+# Payloads are cut out of one long text at random places: quick to make, and no two are alike.
+POOL_BYTES = 1 << 20
 
 
 def texts(size_bytes: int, count: int, seed: int) -> list[bytes]:
@@ -19,15 +24,19 @@ def texts(size_bytes: int, count: int, seed: int) -> list[bytes]:
     (100, 100, True)
     """
     source = random.Random(seed)
+    pool = _pool(max(POOL_BYTES, size_bytes))
     found = []
     for number in range(count):
+        at = source.randrange(len(pool) - size_bytes + 1)
         head = b"%08x%08x " % (seed, number)
-        found.append((head + _records(source, size_bytes))[:size_bytes])
+        found.append((head + pool[at : at + size_bytes])[:size_bytes])
     return found
 
 
-def _records(source: random.Random, size_bytes: int) -> bytes:
+@functools.cache
+def _pool(size_bytes: int) -> bytes:
     """At least that many bytes of records, one after another."""
+    source = random.Random(size_bytes)
     parts: list[bytes] = []
     size = 0
     while size < size_bytes:

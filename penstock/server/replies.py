@@ -1,0 +1,44 @@
+"""Replies: answers kept for a client that may have missed them, until it says that it has them."""
+
+from __future__ import annotations
+
+from penstock.wire.frame import Frame
+
+MAX_REPLIES = 4_096  # as many as a client can have requests open
+MAX_REPLY_BYTES = 32 << 20
+
+
+class Replies:
+    """The last answers of one session, by request.
+
+    >>> replies = Replies()
+    >>> replies.keep(Frame(0x52, 7, b"")); 7 in replies
+    True
+    >>> replies.forget_before(8); 7 in replies
+    False
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[int, Frame] = {}
+        self._bytes = 0
+
+    def __contains__(self, request: int) -> bool:
+        return request in self._kept
+
+    def __getitem__(self, request: int) -> Frame:
+        return self._kept[request]
+
+    def keep(self, answer: Frame) -> None:
+        """Keep an answer; the oldest go when there are too many."""
+        self._kept[answer.request] = answer
+        self._bytes += answer.size_bytes
+        while len(self._kept) > MAX_REPLIES or self._bytes > MAX_REPLY_BYTES:
+            self._drop(next(iter(self._kept)))
+
+    def forget_before(self, request: int) -> None:
+        """The client has all answers to requests before this one."""
+        for each in [each for each in self._kept if each < request]:
+            self._drop(each)
+
+    def _drop(self, request: int) -> None:
+        self._bytes -= self._kept.pop(request).size_bytes
