@@ -16,8 +16,10 @@ from penstock.bench.peers import PEERS, Peer
 from penstock.model.errors import AlreadyExists, NotFound
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
     from pathlib import Path
+
+    from penstock.bench.client_process import ClientProcess
 
     PeerSide = Callable[[Peer, "Window"], Awaitable[Sample]]
 
@@ -37,7 +39,7 @@ class Window:
     """What one turn of a side gets: how long to measure, and where it may write.
 
     `folder` is new for each turn and deleted after it. `shared` is the side's own for all rounds
-    of the case: data prepared once lies there.
+    of the case: data prepared once lies there. `clients` are the processes of `Case.parts`.
     """
 
     seconds: float
@@ -47,6 +49,7 @@ class Window:
     payload_bytes: int = PAYLOAD_BYTES
     batch_events: int = BATCH_EVENTS
     server_pid: int | None = None
+    clients: Sequence[ClientProcess] = ()
 
     def meter(self) -> Meter:
         """A meter that runs for this window."""
@@ -81,7 +84,7 @@ class Case:
     `prepare` runs once before the rounds (its time is taken from the case's budget, not from a
     window). Without an `operation` no peer can run the case; it is the name of one that
     `penstock.bench.peers.operation` has, or a function of its own. `rounds` is how many the case
-    takes when nobody says.
+    takes when nobody says. `parts` name classes; each gets a process of its own for all rounds.
     """
 
     name: str
@@ -92,6 +95,7 @@ class Case:
     peers: tuple[str, ...] = PEERS
     prepare: Callable[[Window], Awaitable[None]] | None = None
     rounds: int | None = None
+    parts: tuple[str, ...] = ()
 
     def runs_on(self, peer: str) -> bool:
         """Whether that peer has something to compare."""

@@ -52,6 +52,7 @@ class ClientProcess:
                 stdin=PIPE,
                 stdout=PIPE,
                 stderr=log,
+                start_new_session=True,  # Ctrl-C on the terminal is for the benchmark
                 limit=MAX_LINE_BYTES,
                 env=clean_environment(),
             )
@@ -64,9 +65,23 @@ class ClientProcess:
         return self._process.pid
 
     async def order(self, name: str, **given: Any) -> Any:
-        """Have a method called there; returns its result, raises when it failed."""
+        """Have a method called there; returns its result, raises when it failed.
+
+        An order that failed or was given up costs the process; the next one starts another.
+        """
+        try:
+            return await self._call(name, given)
+        except BaseException:
+            if self._process is not None:
+                self._process.kill()
+            await self.stop()
+            raise
+
+    async def _call(self, name: str, given: dict[str, Any]) -> Any:
+        if self._process is None:
+            await self.start()
         process = self._process
-        assert process is not None, "start() it first"
+        assert process is not None
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(json.dumps([name, given]).encode() + b"\n")
@@ -116,12 +131,20 @@ class Crew:
             for number, part in enumerate(parts)
         ]
 
+    async def start(self) -> None:
+        """Start all; they import what they need while the caller goes on."""
+        for client in self.clients:
+            await client.start()
+
+    async def stop(self) -> None:
+        """End all. Safe to call twice."""
+        await asyncio.gather(*(client.stop() for client in self.clients))
+
     async def __aenter__(self) -> list[ClientProcess]:
         try:
-            for client in self.clients:
-                await client.start()
+            await self.start()
         except BaseException:
-            await self._stop()
+            await self.stop()
             raise
         return self.clients
 
@@ -131,10 +154,7 @@ class Crew:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        await self._stop()
-
-    async def _stop(self) -> None:
-        await asyncio.gather(*(client.stop() for client in self.clients))
+        await self.stop()
 
 
 async def all_of(*calls: Coroutine[Any, Any, Any]) -> list[Any]:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.bench.case import Case, Window, find_case, load_cases
+from penstock.bench.client_process import Crew
 from penstock.bench.measure import (
     PROBE_MAX_S,
     Sample,
@@ -188,6 +189,9 @@ class _Run:
     overhead_s: dict[str, float] = field(default_factory=dict)
     load_1m: float = field(default_factory=lambda: os.getloadavg()[0])
 
+    def __post_init__(self) -> None:
+        self.crew = Crew(self.place, *self.case.parts)
+
     @property
     def left_s(self) -> float:
         return self.deadline - time.monotonic()
@@ -197,8 +201,9 @@ class _Run:
         return [PENSTOCK, *self.peers]
 
     async def all(self, vs: list[str]) -> None:
-        """Start, prepare, take turns, stop; peers are stopped on every way out."""
+        """Start, prepare, take turns, stop; what was started is stopped on every way out."""
         try:
+            await self.crew.start()
             await self._start(vs)
             if self.case.prepare is not None:
                 self.progress("prepare", 0, self.rounds * len(self.sides))
@@ -212,6 +217,7 @@ class _Run:
             for peer in list(self.peers.values()):
                 with contextlib.suppress(Exception):
                     await peer.stop()
+            await self.crew.stop()
 
     async def _start(self, vs: list[str]) -> None:
         wanted: dict[str, Peer] = {}
@@ -310,7 +316,9 @@ class _Run:
         folder = Path(tempfile.mkdtemp(prefix=f"{side}-", dir=self.place))
         server_pid = self.peers[side].server_pid if side in self.peers else None
         try:
-            yield Window(seconds, folder, shared, turn=number, server_pid=server_pid)
+            yield Window(
+                seconds, folder, shared, number, server_pid=server_pid, clients=self.crew.clients
+            )
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 

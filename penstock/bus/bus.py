@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 from penstock.bus import tracing
 from penstock.bus.desk import Audit, DeadLetters, Groups, Routes, Schedules, Topics
 from penstock.bus.handler import Handler
-from penstock.bus.publishing import Drafting, Key, Times, When, when_us
+from penstock.bus.publishing import Drafting, Key, Times, When, due_us, when_us
 from penstock.bus.replaying import Window, replay_batches
 from penstock.bus.requests import Requests
 from penstock.bus.subscription import Subscription
@@ -21,7 +21,6 @@ from penstock.bus.transaction import Transaction
 from penstock.core.assignment import Strategy
 from penstock.core.entry import GroupSpec
 from penstock.core.retry import Retry
-from penstock.core.schedule import parse_when
 from penstock.engines import request as ask
 from penstock.engines.engine import Draft, Engine, Request, Subscribe
 from penstock.model.batch import EventBatch
@@ -181,7 +180,8 @@ class Bus:
         )  # fmt: skip
         draft.partition = partition
         if delay_s is not None or deliver_at is not None:
-            draft.deliver_at_us = self._due(delay_s, deliver_at)
+            self.need("delayed")
+            draft.deliver_at_us = due_us(delay_s, deliver_at, self.wall_us())
         if priority:
             self.need("priority")
         if draft.tokens is not None:
@@ -195,17 +195,6 @@ class Bus:
         if ttl_s <= 0:
             raise InvalidInput(f"ttl_s is above zero, not {ttl_s}", ttl_s=ttl_s)
         return self.wall_us() + round(ttl_s * 1e6)
-
-    def _due(self, delay_s: float | None, deliver_at: datetime | str | float | None) -> int:
-        self.need("delayed")
-        if delay_s is not None and deliver_at is not None:
-            raise InvalidInput("give delay_s or deliver_at, not both")
-        if deliver_at is not None:
-            return parse_when(deliver_at)
-        assert delay_s is not None
-        if delay_s < 0:
-            raise InvalidInput(f"delay_s is not negative, got {delay_s}", delay_s=delay_s)
-        return self.wall_us() + round(delay_s * 1e6)
 
     async def publish_many(
         self,

@@ -234,3 +234,15 @@ def when_us(value: When, now_us: int) -> int:
     if isinstance(value, datetime) and value.tzinfo is None:
         value = value.replace(tzinfo=UTC)
     return parse_when(value)
+
+
+def due_us(delay_s: float | None, deliver_at: datetime | str | float | None, now_us: int) -> int:
+    """When a delayed event is due; one of the two says it."""
+    if delay_s is not None and deliver_at is not None:
+        raise InvalidInput("give delay_s or deliver_at, not both")
+    if deliver_at is not None:
+        return parse_when(deliver_at)
+    assert delay_s is not None
+    if delay_s < 0:
+        raise InvalidInput(f"delay_s is not negative, got {delay_s}", delay_s=delay_s)
+    return now_us + round(delay_s * 1e6)

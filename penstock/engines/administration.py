@@ -89,10 +89,8 @@ class Administration:
         """Dispatch one request."""
         handler = self._answers.get(type(request))
         if handler is None:
-            raise Unsupported(
-                f"this engine does not know {type(request).__name__}",
-                request=type(request).__name__,
-            )
+            name = type(request).__name__
+            raise Unsupported(f"this engine does not know {name}", request=name)
         return await handler(request)
 
     def _audited(

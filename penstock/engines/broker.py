@@ -56,6 +56,8 @@ class BrokerEngine:
         self._unreported: dict[RemoteDelivery, None] = {}
         self._deadline_s = settings.client.deadline_s
         self._joining: set[asyncio.Task[None]] = set()
+        self._asked: set[int] = set()
+        """Feeds whose Subscribe has no answer yet: the channel sends it again by itself."""
         self._renewals = 0
         self._doubtful: set[tuple[int, int]] = set()
         """Settled events, by delivery and index, of which a broker that was restarted may not know."""
@@ -128,11 +130,14 @@ class BrokerEngine:
         else:
             feed = RemoteQueue(self._feed, subscribe, self._touched, self._leave)
         self._feeds[feed.number] = feed
+        self._asked.add(feed.number)
         try:
             await self.channel.call(Kind.SUBSCRIBE, _wish(feed), again=True)
         except BaseException:
             del self._feeds[feed.number]
             raise
+        finally:
+            self._asked.discard(feed.number)
         return feed
 
     def _touched(self, delivery: RemoteDelivery) -> None:
@@ -191,6 +196,9 @@ class BrokerEngine:
         ):
             self._doubtful.update(settled_events(settlement))
         for feed in self._feeds.values():
+            if feed.number in self._asked:
+                continue
+            self._asked.add(feed.number)
             held = feed.in_hand() if isinstance(feed, RemoteQueue) else []
             call = self.channel.begin(Kind.SUBSCRIBE, _wish(feed, held), again=True)
             task = asyncio.create_task(self._joined(feed, call, held))
@@ -205,6 +213,8 @@ class BrokerEngine:
         except PenstockError as error:
             feed.stop(error)
             return
+        finally:
+            self._asked.discard(feed.number)
         if isinstance(feed, RemoteQueue):
             joined: say.Joined = decode(answer.meta, say.Joined)
             for each in held:

@@ -31,7 +31,7 @@ from penstock.model.event import Identity
 from penstock.model.settings import Settings
 from penstock.server.admin_gate import Gate
 from penstock.server.fastpath import FastPath
-from penstock.server.inbound import check_hello
+from penstock.server.inbound import check_hello, check_request
 from penstock.server.metrics_counters import Counters
 from penstock.server.outlet import QueueOutlet
 from penstock.server.session import Session
@@ -263,6 +263,8 @@ class Broker:
                 allowed = SILENT_BEATS * max(
                     beat_s, connection.session.hello.heartbeat_s if connection.session else 0.0
                 )
+                if getattr(connection.link, "holding", False):
+                    continue  # we do not listen to it just now, so its silence is ours
                 if now - connection.heard_at > allowed:
                     connection.link.close()
                     self.disconnected(connection, "silent")
@@ -311,6 +313,7 @@ class Broker:
 
     async def ask(self, request: Request) -> Any:
         """Administer; whoever holds events of a group that is reset hears it before the answer."""
+        check_request(request)
         answer = await self.engine.ask(request)
         if isinstance(request, requests.ResetGroup):
             self._fence(request.group)

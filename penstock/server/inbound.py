@@ -12,13 +12,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.core.entry import GroupSpec
-from penstock.engines.engine import Draft
+from penstock.engines.embedded import EmbeddedEngine
+from penstock.engines.engine import Draft, Request
+from penstock.engines.request import PutSchedule
 from penstock.model.batch import EventBatch, check_columns
 from penstock.model.errors import AccessDenied, InvalidBatch, InvalidHeaders, InvalidInput
 from penstock.model.event import Identity
 from penstock.model.role import ADMIN
 from penstock.model.settings import Limits
-from penstock.model.topic import check_topic, is_system, tenant_of
+from penstock.model.topic import check_topic, is_system, is_wildcard, tenant_of
+from penstock.server.admin_tenancy import Tenancy
 from penstock.wire.frame import Bytes
 from penstock.wire.message import DraftMeta, Hello, Subscribe
 
@@ -74,6 +77,18 @@ def check_span(seconds: float | None) -> None:
         raise InvalidInput(f"{seconds} s is no time to wait: 0 to {MAX_SPAN_S:g} s are allowed")
 
 
+def check_request(request: Request) -> None:
+    """Raise InvalidInput when an administrative request would harm the broker later on."""
+    if isinstance(request, PutSchedule):
+        _check_codec(request.codec)
+
+
+def _check_codec(codec: str) -> None:
+    # The head of a batch holds it as ASCII: another name could be written, and not be read again.
+    if not 0 < len(codec) <= MAX_CODEC_BYTES or not codec.isascii() or not codec.isprintable():
+        raise InvalidInput(f"a codec's name is 1 to {MAX_CODEC_BYTES} printable ASCII characters")
+
+
 def _check_name(what: str, name: str) -> None:
     if not 0 < len(name) <= MAX_NAME_CHARACTERS:
         raise InvalidInput(
@@ -86,8 +101,7 @@ def inbound(meta: DraftMeta, parts: Sequence[Bytes], identity: Identity, limits:
     check_topic(meta.topic, system=is_system(meta.topic))
     check_tenant(identity, meta.topic)
     tenant = tenant_of(meta.topic) or identity.tenant
-    if len(meta.codec.encode()) > MAX_CODEC_BYTES:
-        raise InvalidInput(f"the name of a codec has at most {MAX_CODEC_BYTES} bytes")
+    _check_codec(meta.codec)
     if meta.part < 0:
         return _from_lists(meta, tenant, limits)
     if meta.part >= len(parts):
@@ -118,6 +132,25 @@ def check_tenant(identity: Identity, topic: str) -> None:
         raise AccessDenied(
             f"{topic!r} is the broker's own; only an admin may touch it", topic=topic
         )
+
+
+def check_read(engine: EmbeddedEngine, identity: Identity, patterns: Sequence[str]) -> None:
+    """A tenant reads its own topics and those that belong to nobody; an admin reads all."""
+    if ADMIN in identity.roles:
+        return
+    own = Tenancy(engine, identity.tenant)
+    for pattern in patterns:
+        inbox = pattern.startswith(REPLY_PREFIX)
+        if (
+            not inbox
+            and not own.pattern(pattern)
+            and (is_wildcard(pattern) or not own.open_topic(pattern))
+        ):
+            raise AccessDenied(
+                f"{pattern!r} can select topics of other tenants; name the version and tenant, "
+                f"as in orders.created.v1.{own.tenant}, or ask for a token with role admin",
+                pattern=pattern,
+            )
 
 
 def _from_lists(meta: DraftMeta, tenant: str, limits: Limits) -> Draft:

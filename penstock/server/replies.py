@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from penstock.wire.frame import Frame
 
-MAX_REPLIES = 4_096  # as many as a client can have requests open
-MAX_REPLY_BYTES = 32 << 20
-
 
 class Replies:
-    """The last answers of one session, by request.
+    """The last answers of one session, by request: at most so many, and of so many bytes.
 
-    >>> replies = Replies()
+    >>> replies = Replies(100, 1 << 20)
     >>> replies.keep(Frame(0x52, 7, b"")); 7 in replies
     True
     >>> replies.forget_before(8); 7 in replies
     False
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int, most_bytes: int) -> None:
+        self._most = most
+        self._most_bytes = most_bytes
         self._kept: dict[int, Frame] = {}
         self._bytes = 0
 
@@ -32,7 +31,7 @@ class Replies:
         """Keep an answer; the oldest go when there are too many."""
         self._kept[answer.request] = answer
         self._bytes += answer.size_bytes
-        while len(self._kept) > MAX_REPLIES or self._bytes > MAX_REPLY_BYTES:
+        while len(self._kept) > self._most or self._bytes > self._most_bytes:
             self._drop(next(iter(self._kept)))
 
     def forget_before(self, request: int) -> None:

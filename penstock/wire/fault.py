@@ -35,7 +35,9 @@ def to_error(fault: Fault) -> PenstockError:
     """
     family = fault.code.partition(".")[0]
     kind = _BY_CODE.get(fault.code) or _BY_CODE.get(family) or PenstockError
-    return kind(fault.message, **fault.data)
+    # A name that the error's own constructor uses cannot be data; a peer may send anything.
+    data = {name: value for name, value in fault.data.items() if name not in ("message", "self")}
+    return kind(fault.message, **data)
 
 
 def _plain(value: Any) -> Any:

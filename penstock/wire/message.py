@@ -248,6 +248,6 @@ def decode(meta: bytes | bytearray | memoryview, kind: Any) -> Any:
         decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind)
     try:
         return decoder.decode(meta)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         name = getattr(kind, "__name__", str(kind))
         raise ProtocolViolation(f"a {name} message cannot be read: {error}") from None

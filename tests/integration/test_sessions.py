@@ -169,7 +169,7 @@ async def test_nothing_hangs_when_no_broker_comes_back(cable: Cable) -> None:
 
 async def test_leases_survive_a_broker_that_was_killed(broker: BrokerProcess) -> None:
     """T4: resumption after a restart, from the journal; the holder goes on, nobody else is served."""
-    async with penstock.connect(broker.url()) as bus:
+    async with penstock.connect(broker.url(), client__deadline_s=60.0) as bus:
         await bus.publish_many("orders.created", [b"%d" % n for n in range(6)])
         async with bus.subscribe("orders.*", group="g", retry=PATIENT) as sub:
             events = await take(sub, 4)
@@ -177,7 +177,7 @@ async def test_leases_survive_a_broker_that_was_killed(broker: BrokerProcess) ->
             await bus.flush()
             broker.kill()
             await events[1].ack()
-            broker.start(server__session_s=8.0)
+            await asyncio.to_thread(broker.start, server__session_s=30.0)
             async with (
                 penstock.connect(broker.url()) as other_bus,
                 other_bus.subscribe("orders.*", group="g", retry=PATIENT) as other,
@@ -220,7 +220,7 @@ async def test_publishes_are_stored_once_however_often_the_broker_is_killed(
     """T4: a publish that is sent again after kill -9 is recognised by its sequence."""
     url = broker.url()
     confirmed: list[int] = []
-    async with penstock.connect(url, client__deadline_s=30.0) as bus:
+    async with penstock.connect(url, client__deadline_s=60.0) as bus:
         await bus.publish("a.b", b"0")
         numbers = iter(range(1, 2_000))
         stop = asyncio.Event()

@@ -18,7 +18,7 @@ from penstock.bench.cases.broker_paced import STAMP
 from penstock.bench.cases.broker_peer import PenstockBroker, connect
 from penstock.bench.cases.broker_queue import expect_acked
 from penstock.bench.cases.workload import expect, together
-from penstock.bench.client_process import Crew, all_of, start_soon, until
+from penstock.bench.client_process import all_of, start_soon, until
 from penstock.bench.measure import Meter
 from penstock.engines.channel import Channel
 from penstock.engines.link_tcp import TcpLink
@@ -30,11 +30,10 @@ from penstock.wire.message import Deliver, Hello, Settlement, decode
 
 if TYPE_CHECKING:
     from penstock.bench.case import Window
-    from penstock.bench.client_process import ClientProcess
     from penstock.bench.measure import Sample
     from penstock.bus.bus import Bus
 
-PART = "penstock.bench.cases.broker_direct:DirectPart"
+DIRECT_PARTS = ("penstock.bench.cases.broker_direct:DirectPart",) * 2
 NAME = "direct-bench"
 CALLERS = 64
 # Published and not yet acked; a broker lets 256 of a topic wait for a direct consumer.
@@ -66,6 +65,14 @@ class DirectPart:
         self._channel = Channel(lambda: TcpLink(host, port), Client(), hello)
         self._channel.on_push = self._pushed
         await self._channel.open()
+
+    async def leave(self) -> None:
+        """Close the connection."""
+        if self._channel is not None:
+            await self._channel.close()
+        if self._bus is not None:
+            await self._bus.close()
+        self._channel = self._bus = None
 
     def _pushed(self, frame: Frame) -> None:
         if frame.kind != Kind.DELIVER:
@@ -147,25 +154,22 @@ class _Callers:
 async def broker_direct_ack(window: Window) -> Sample:
     """Single events to a registered consumer, which acks each."""
     broker = PenstockBroker()
-    async with Crew(window.folder, PART, PART) as clients:
-        producer, consumer = clients
-        async with broker.serving(window.folder):
-            await broker.open("queue")
-            await consumer.order("register", url=broker.url, topic=broker.topics[0])
-            await producer.order("connect", url=broker.url)
-            flowed = await _direct(broker, window, clients)
-            short = replace(window, seconds=min(window.seconds, PROBE_S))
-            probed = await _direct(broker, short, clients, probe=True)
-            expect(await broker.stored(), flowed.published + probed.published, "stored")
-            await expect_acked(broker)
+    producer, consumer = window.clients
+    async with broker.serving(window):
+        await broker.open("queue")
+        await consumer.order("register", url=broker.url, topic=broker.topics[0])
+        await producer.order("connect", url=broker.url)
+        flowed = await _direct(broker, window)
+        short = replace(window, seconds=min(window.seconds, PROBE_S))
+        probed = await _direct(broker, short, probe=True)
+        expect(await broker.stored(), flowed.published + probed.published, "stored")
+        await expect_acked(broker)
     deferred = flowed.producer["deferred"]
     return flowed.sample(blocks_per_op=probed.blocks_per_op, deferred=deferred)
 
 
-async def _direct(
-    broker: PenstockBroker, window: Window, clients: list[ClientProcess], probe: bool = False
-) -> Flowed:
-    producer, consumer = clients
+async def _direct(broker: PenstockBroker, window: Window, probe: bool = False) -> Flowed:
+    producer, consumer = window.clients
     board = window.folder / f"board-{probe}"
     Board.make(board, consumers=1)
     await consumer.order("open", board=str(board), server_pid=broker.server_pid)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from penstock.bench.cases.broker_paced import PART
 from penstock.bench.cases.broker_peer import PenstockBroker, stored_in
 from penstock.bench.cases.workload import expect
-from penstock.bench.client_process import ClientProcess, Crew, all_of, start_soon
+from penstock.bench.client_process import ClientProcess, all_of, start_soon
 from penstock.bench.measure import Sample
 from penstock.model.errors import PenstockError
 from penstock.model.setting import MIB
@@ -79,7 +78,8 @@ async def _beside(
 ) -> tuple[Sample, dict[str, Any]]:
     """Time the quiet publisher alone and beside the noisy one; the books of both must balance."""
     topics = {QUIET: "bench.quiet", NOISY: "bench.noisy"}
-    async with Crew(window.folder, PART, PART) as (quiet, noisy), broker.serving(window.folder):
+    quiet, noisy = window.clients
+    async with broker.serving(window):
         for topic in topics.values():
             await broker.bus.topics.create(topic)
         await quiet.order("connect", url=broker.url, tenant=QUIET)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from penstock.bench.client_process import ClientProcess
     from penstock.bench.peers import Count, Peer, Shape
 
-PART = "penstock.bench.cases.broker_flow:FlowPart"
+FLOW = "penstock.bench.cases.broker_flow:FlowPart"
 # Published and not yet delivered: enough that neither side waits for the other's look at the board.
 BATCHES_AHEAD = 8
 PREPARED_BYTES = 8 * MIB  # of payloads made beforehand, so that large ones do not fill the memory
@@ -91,12 +91,16 @@ class FlowPart:
 
     async def join(self, peer: str, tickets: list[dict[str, Any]]) -> None:
         """Connect to a running server, once for each ticket; earlier connections are closed."""
-        for each in self._peers:
-            await each.stop()
+        await self.leave()
         self._peers = [PenstockBroker() if peer == "penstock" else make_peer(peer) for _ in tickets]
         await together(
             *(each.join(ticket) for each, ticket in zip(self._peers, tickets, strict=True))
         )
+
+    async def leave(self) -> None:
+        """Close all connections."""
+        peers, self._peers = self._peers, []
+        await together(*(peer.stop() for peer in peers))
 
     async def prepare(self, batch_events: int, payload_bytes: int, text: bool) -> None:
         """Make what will be published, before any clock runs."""

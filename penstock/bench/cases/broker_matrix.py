@@ -11,11 +11,11 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from penstock.bench.cases.broker_flow import PART, Flowed, Orders, Stream, flow
+from penstock.bench.cases.broker_flow import FLOW, Flowed, Orders, Stream, flow
 from penstock.bench.cases.broker_peer import PenstockBroker
 from penstock.bench.cases.broker_queue import expect_acked
 from penstock.bench.cases.workload import expect
-from penstock.bench.client_process import Crew, all_of
+from penstock.bench.client_process import all_of
 from penstock.bench.measure import Sample
 from penstock.model.setting import KIB
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from penstock.bench.case import Window
-    from penstock.bench.client_process import ClientProcess
 
 # Bytes of a payload, and events in a call: about as long under way, whatever the class.
 CLASSES = {"small": (100, 100), "medium": (4 * KIB, 16), "large": (256 * KIB, 1)}
 COMPRESSORS = ("none", "lz4", "zstd")
 CONNECTIONS = (1, 4)
+MATRIX_PARTS = (FLOW,) * 2
 # Eighteen cells and two rounds have to fit into the time of a case.
 CELL_SHARE = 0.2
 PROBE_SHARE = 0.25
@@ -69,10 +69,10 @@ async def matrix(window: Window) -> Sample:
     broker = PenstockBroker(topics=max(CONNECTIONS))
     measured: dict[str, dict[str, float]] = {}
     published = 0
-    async with Crew(window.folder, PART, PART) as clients, broker.serving(window.folder):
+    async with broker.serving(window):
         await broker.open("queue")
         for cell in cells():
-            flowed, probed = await _cell(cell, broker, window, clients)
+            flowed, probed = await _cell(cell, broker, window)
             measured[cell.name] = _figures(cell, flowed, probed)
             published += flowed.published + probed.published
         expect(await broker.stored(), published, "stored")
@@ -80,10 +80,8 @@ async def matrix(window: Window) -> Sample:
     return _sample(measured)
 
 
-async def _cell(
-    cell: Cell, broker: PenstockBroker, window: Window, clients: list[ClientProcess]
-) -> tuple[Flowed, Flowed]:
-    producer, consumer = clients
+async def _cell(cell: Cell, broker: PenstockBroker, window: Window) -> tuple[Flowed, Flowed]:
+    producer, consumer = window.clients
     topics = broker.topics[: cell.connections]
     client = {"compressor": cell.compressor}
     tickets = [broker.ticket() | {"topics": [topic], "client": client} for topic in topics]

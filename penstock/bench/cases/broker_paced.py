@@ -19,14 +19,14 @@ from penstock.bench.cases.broker_peer import GROUP, PREFETCH, PenstockBroker, co
 from penstock.bench.cases.broker_queue import expect_acked
 from penstock.bench.cases.broker_text import texts
 from penstock.bench.cases.workload import expect
-from penstock.bench.client_process import Crew, all_of, start_soon, until
+from penstock.bench.client_process import all_of, start_soon, until
 from penstock.bench.measure import Meter, Sample, disk_sync_s, percentile
 from penstock.model.errors import PenstockError, Rejected
 
 if TYPE_CHECKING:
     from penstock.bus.bus import Bus
 
-PART = "penstock.bench.cases.broker_paced:PacedPart"
+PACED_PARTS = ("penstock.bench.cases.broker_paced:PacedPart",) * 2
 LATENCY_PER_S = 1_000
 # Calls without an answer; beyond it the pace is not kept, and the figure is refused.
 MAX_UNDER_WAY = 4_000
@@ -48,7 +48,14 @@ class PacedPart:
 
     async def connect(self, url: str, tenant: str = "default") -> None:
         """Connect as a tenant."""
+        await self.leave()
         self._bus = await connect(url, tenant=tenant).open()
+
+    async def leave(self) -> None:
+        """Close the connection."""
+        bus, self._bus = self._bus, None
+        if bus is not None:
+            await bus.close()
 
     async def pace(
         self,
@@ -158,10 +165,8 @@ async def broker_latency(window: Window) -> Sample:
     """From publish in one process to the handler in another, at 1,000 events a second."""
     broker = PenstockBroker()
     syncs = disk_sync_s(window.folder)
-    async with (
-        Crew(window.folder, PART, PART) as (producer, consumer),
-        broker.serving(window.folder),
-    ):
+    producer, consumer = window.clients
+    async with broker.serving(window):
         await broker.open("queue")
         [topic] = broker.topics
         await all_of(*(each.order("connect", url=broker.url) for each in (producer, consumer)))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import penstock
 from penstock.bench.cases.workload import JOURNAL_FILE_BYTES, PRODUCERS, stored, together
-from penstock.bench.client_process import clean_environment
+from penstock.bench.client_process import all_of, clean_environment
 from penstock.bench.peers.server import POLL_S, START_TIMEOUT_S, Server
 from penstock.model.errors import PenstockError
 from penstock.model.event import Identity
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
     from pathlib import Path
 
+    from penstock.bench.case import Window
     from penstock.bench.peers import Count, Shape
     from penstock.bus.bus import Bus
 
@@ -93,11 +94,12 @@ class PenstockBroker:
         return record
 
     @asynccontextmanager
-    async def serving(self, folder: Path) -> AsyncIterator[None]:
-        """Runs while this is open; an error is told together with the end of the broker's log."""
+    async def serving(self, window: Window) -> AsyncIterator[None]:
+        """Runs for one turn; an error is told together with the end of the broker's log."""
         try:
-            await self.start(folder / "broker")
+            await self.start(window.folder / "broker")
             yield
+            await all_of(*(client.order("leave") for client in window.clients))
         except Exception as error:
             if self._server is not None:
                 error.add_note(f"the end of the broker's log: {self._server.log_tail()}")

@@ -32,14 +32,14 @@ NANOSECONDS_PER_S = 1e9
 async def broker_publish_batched(window: Window) -> Sample:
     """Calls of 1,000 payloads rotating over 100 topics, eight under way, sealing on."""
     broker = PenstockBroker(topics=BATCHED_TOPICS)
-    async with broker.serving(window.folder):
+    async with broker.serving(window):
         return await publish_batched(broker, replace(window, server_pid=broker.server_pid))
 
 
 async def batch_cost(window: Window) -> Sample:
     """The broker's CPU time for a frame of 1,000 events and for a frame of one, in turns."""
     broker = PenstockBroker()
-    async with broker.serving(window.folder):
+    async with broker.serving(window):
         await broker.open("queue")
         return await _cost(broker, replace(window, server_pid=broker.server_pid))
 

@@ -10,10 +10,10 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from penstock.bench.cases.broker_flow import PART, PROBE_S, Flowed, Orders, Stream, flow
+from penstock.bench.cases.broker_flow import FLOW, PROBE_S, Flowed, Orders, Stream, flow
 from penstock.bench.cases.broker_peer import PenstockBroker
 from penstock.bench.cases.workload import expect
-from penstock.bench.client_process import Crew, all_of
+from penstock.bench.client_process import all_of
 from penstock.bench.peers import FANOUT_SUBSCRIBERS
 from penstock.bench.peers.operation import DRAIN_TIMEOUT_S
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.bench.case import Window
-    from penstock.bench.client_process import ClientProcess
     from penstock.bench.measure import Sample
     from penstock.bench.peers import Peer
 
@@ -30,28 +29,31 @@ FANOUT_PROCESSES = 2
 MIXED_TOPICS = 8
 MIXED_BATCH_EVENTS = 100
 
+QUEUE_PARTS = (FLOW,) * 2
+FANOUT_PARTS = (FLOW,) * (1 + FANOUT_PROCESSES)
+MIXED_PARTS = (FLOW,) * 3
+
 
 async def broker_queue(window: Window) -> Sample:
     """Publish, hand each event to a handler in another process, ack each."""
     broker = PenstockBroker()
-    async with Crew(window.folder, PART, PART) as clients, broker.serving(window.folder):
-        flowed = await _queue(broker, window, clients)
+    async with broker.serving(window):
+        flowed = await _queue(broker, window)
         expect(await broker.stored(), flowed.published, "stored")
     return flowed.sample()
 
 
 async def queue_apart(peer: Peer, window: Window) -> Sample:
     """The same for a peer."""
-    async with Crew(window.folder, PART, PART) as clients:
-        return (await _queue(peer, window, clients)).sample()
+    return (await _queue(peer, window)).sample()
 
 
-async def _queue(peer: Peer, window: Window, clients: list[ClientProcess]) -> Flowed:
-    producer, consumer = clients
+async def _queue(peer: Peer, window: Window) -> Flowed:
     await peer.open("queue")
     await all_of(
-        *(client.order("join", peer=peer.name, tickets=[peer.ticket()]) for client in clients)
+        *(each.order("join", peer=peer.name, tickets=[peer.ticket()]) for each in window.clients)
     )
+    producer, consumer = window.clients
     stream = Stream(
         window.folder, window.seconds, "queue", batch_events=window.batch_events,
         payload_bytes=window.payload_bytes, server_pid=peer.server_pid,
@@ -64,27 +66,21 @@ async def _queue(peer: Peer, window: Window, clients: list[ClientProcess]) -> Fl
 async def broker_fanout(window: Window) -> Sample:
     """Every event to eight subscribers in other processes; deliveries are counted."""
     broker = PenstockBroker()
-    async with (
-        Crew(window.folder, *[PART] * (1 + FANOUT_PROCESSES)) as clients,
-        broker.serving(window.folder),
-    ):
-        flowed = await _fanout(broker, window, clients)
+    async with broker.serving(window):
+        flowed = await _fanout(broker, window)
         short = replace(window, seconds=min(window.seconds, PROBE_S))
-        probed = await _fanout(broker, short, clients, probe=True)
+        probed = await _fanout(broker, short, probe=True)
         expect(await broker.stored(), flowed.published + probed.published, "stored")
     return flowed.sample(blocks_per_op=probed.blocks_per_op)
 
 
 async def fanout_apart(peer: Peer, window: Window) -> Sample:
     """The same for a peer."""
-    async with Crew(window.folder, *[PART] * (1 + FANOUT_PROCESSES)) as clients:
-        return (await _fanout(peer, window, clients)).sample()
+    return (await _fanout(peer, window)).sample()
 
 
-async def _fanout(
-    peer: Peer, window: Window, clients: list[ClientProcess], probe: bool = False
-) -> Flowed:
-    producer, *consumers = clients
+async def _fanout(peer: Peer, window: Window, probe: bool = False) -> Flowed:
+    producer, *consumers = window.clients
     if not probe:
         await peer.open("fanout")
     each = FANOUT_SUBSCRIBERS // FANOUT_PROCESSES
@@ -93,7 +89,7 @@ async def _fanout(
     await all_of(
         *(
             client.order("join", peer=peer.name, tickets=[peer.ticket() | {"taken": first}])
-            for client, first in zip(clients, taken, strict=True)
+            for client, first in zip(window.clients, taken, strict=True)
         )
     )
     stream = Stream(
@@ -112,27 +108,25 @@ async def _fanout(
 async def broker_mixed(window: Window) -> Sample:
     """Eight topics with a producer and a handler each, and one reader of all, in three processes."""
     broker = PenstockBroker(topics=MIXED_TOPICS)
-    async with Crew(window.folder, PART, PART, PART) as clients, broker.serving(window.folder):
+    producer, workers, reader = window.clients
+    async with broker.serving(window):
         await broker.open("queue")
         tickets = [broker.ticket() | {"topics": [topic]} for topic in broker.topics]
-        producer, workers, reader = clients
         await all_of(
             producer.order("join", peer=broker.name, tickets=tickets),
             workers.order("join", peer=broker.name, tickets=tickets),
             reader.order("join", peer=broker.name, tickets=[broker.ticket()]),
         )
-        flowed = await _mixed(broker, window, clients)
+        flowed = await _mixed(broker, window)
         short = replace(window, seconds=min(window.seconds, PROBE_S))
-        probed = await _mixed(broker, short, clients, probe=True)
+        probed = await _mixed(broker, short, probe=True)
         await expect_acked(broker)
         expect(await broker.stored(), flowed.published + probed.published, "stored")
     return flowed.sample(blocks_per_op=probed.blocks_per_op)
 
 
-async def _mixed(
-    broker: PenstockBroker, window: Window, clients: list[ClientProcess], probe: bool = False
-) -> Flowed:
-    producer, *consumers = clients
+async def _mixed(broker: PenstockBroker, window: Window, probe: bool = False) -> Flowed:
+    producer, *consumers = window.clients
     stream = Stream(
         window.folder, window.seconds, topics=MIXED_TOPICS, consumers=2,
         batch_events=MIXED_BATCH_EVENTS, payload_bytes=window.payload_bytes,
