@@ -72,9 +72,7 @@ class ClientProcess:
         try:
             return await self._call(name, given)
         except BaseException:
-            if self._process is not None:
-                self._process.kill()
-            await self.stop()
+            pass
             raise
 
     async def _call(self, name: str, given: dict[str, Any]) -> Any:
@@ -107,18 +105,19 @@ class ClientProcess:
             return self._log.read_text(errors="replace")[-LOG_TAIL_CHARS:].strip()
         return "(no log)"
 
-    async def stop(self) -> None:
-        """End it. Safe to call twice."""
+    async def stop(self, wait_s: float = STOP_TIMEOUT_S) -> None:
+        """End it: by the end of its input, and by force after so long. Safe to call twice."""
         process, self._process = self._process, None
         if process is None:
             return
         assert process.stdin is not None
         process.stdin.close()
         try:
-            async with asyncio.timeout(STOP_TIMEOUT_S):
+            async with asyncio.timeout(wait_s):
                 await process.wait()
         except TimeoutError:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):  # it was quicker
+                process.kill()
             await process.wait()
 
 

@@ -87,6 +87,7 @@ class Channel:
         self._heard_at = 0.0
         self._welcomed: asyncio.Future[say.Welcome] | None = None
         self._closed: PenstockError | None = None
+        self._trouble: PenstockError | None = None
 
     # -- calls ---------------------------------------------------------------------------------
 
@@ -184,10 +185,11 @@ class Channel:
                 await asyncio.shield(self._opened)
         except TimeoutError:
             await self.close()
+            why = "" if self._trouble is None else f" (last: {self._trouble.message})"
             raise BrokerUnreachable(
-                f"no broker answered within {self._settings.deadline_s:g} s. Start one with "
+                f"no broker answered within {self._settings.deadline_s:g} s{why}. Start one with "
                 "`penstock up`, or check the URL",
-            ) from None
+            ) from self._trouble
         except BaseException:
             await self.close()
             raise
@@ -221,6 +223,7 @@ class Channel:
                     self.fail(error)
                 return
             except PenstockError as error:
+                self._trouble = error
                 log.info("no connection to the broker: %s", error)
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
                 pause_s = min(2 * pause_s, self._settings.reconnect_max_s)

@@ -32,6 +32,7 @@ MAX_NAME_CHARACTERS = 128  # of a client, group or member: they stand in every l
 MAX_CODEC_BYTES = 255  # a batch has one byte for its length
 MAX_PATTERNS = 1_024  # of one client or group: each is a place in the routing tree
 MAX_LADDER_STEPS = 1_000  # as many as there can be attempts
+MIN_LEASE_S = 0.001  # leases are looked at this often; a shorter one would keep the loop busy
 MAX_SPAN_S = 366 * 86_400.0  # of a lease, a delay or a step: nobody waits longer than a year
 MAX_HEARTBEAT_S = 3_600.0  # as in `client.heartbeat_s`: a client cannot ask to be silent for ever
 INT64 = (-(1 << 63), (1 << 63) - 1)
@@ -65,8 +66,10 @@ def check_subscribe(wish: Subscribe) -> None:
     steps = spec.retry.ladder_ms
     if len(steps) > MAX_LADDER_STEPS or any(step > MAX_SPAN_S * 1_000 for step in steps):
         raise InvalidInput(f"a ladder has {MAX_LADDER_STEPS} steps of up to {MAX_SPAN_S:g} s")
-    if not 0 < spec.lease_s <= MAX_SPAN_S or wish.max_inflight < 1:
-        raise InvalidInput(f"max_inflight is at least 1 and lease_s above 0, up to {MAX_SPAN_S:g}")
+    if not MIN_LEASE_S <= spec.lease_s <= MAX_SPAN_S or wish.max_inflight < 1:
+        raise InvalidInput(
+            f"max_inflight is at least 1 and lease_s {MIN_LEASE_S:g} to {MAX_SPAN_S:g}"
+        )
     if not 0 < len(spec.patterns) <= MAX_PATTERNS:
         raise InvalidInput(f"a group reads 1 to {MAX_PATTERNS} patterns, not {len(spec.patterns)}")
 

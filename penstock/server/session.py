@@ -25,7 +25,7 @@ from penstock.server.outlet import LogOutlet, QueueOutlet, stopped_frame
 from penstock.server.replies import Replies
 from penstock.server.storing import Storing
 from penstock.wire import message as say
-from penstock.wire.fault import to_fault
+from penstock.wire.fault import to_error, to_fault
 from penstock.wire.frame import Frame, Kind
 from penstock.wire.message import decode, encode
 
@@ -336,6 +336,9 @@ class Session:
         """A log feed that is open."""
         outlet = self.feeds.get(feed)
         if not isinstance(outlet, LogOutlet):
+            if feed in self._ended:
+                fault = decode(self._ended[feed].meta, say.Feed).fault
+                raise to_error(fault)
             raise BusClosed("the subscription is closed; subscribe again")
         return outlet
 

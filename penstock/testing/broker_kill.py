@@ -117,8 +117,9 @@ class Ledger:
             f"failed unknown {len(self.unknown):,}, stored {stored:,}\n"
             f"  delivered {self.counts['delivered']:,} of {len(self.attempts):,} events, "
             f"acked {sum(end == 'acked' for end in self.ends.values()):,}, "
-            f"of these flushed {len(self.flushed):,}; read from the log {self.counts['read']:,}\n"
+            f"of these flushed {len(self.flushed):,}\n"
             f"  delivered again: {again or 'none'}; {errors or 'no flush or ack failed'}\n"
+            f"  read from the log {self.counts['read']:,}, again {self.counts['read again']:,}\n"
             f"  findings {len(self.problems)}"
         )
 
@@ -135,6 +136,8 @@ class Clients:
         self._working = True
         self._tasks: list[asyncio.Task[None]] = []
         self._buses: list[penstock.Bus] = []
+        self._committed = self._floor = 0
+        """Where the reader's last commit stands, and where it stood before the last kill."""
 
     async def start(self) -> None:
         """Connect them and let them work."""
@@ -161,13 +164,17 @@ class Clients:
             if task.done():
                 task.result()
 
+    def brace(self) -> None:
+        """The broker is about to be killed."""
+        self._floor = self._committed
+
     async def finish(self) -> None:
         """No more publishes; wait until all that is stored is delivered and acked."""
         self._publishing = False
         control, end = self._buses[0], time.monotonic() + DRAIN_S
         while time.monotonic() < end:
             await asyncio.sleep(0.2)
-            self.check_running()
+            self.check()
             info = await control.groups.info(GROUP)
             if not info.lag:
                 break
@@ -175,12 +182,6 @@ class Clients:
         await asyncio.gather(*self._tasks)
         for bus in self._buses:
             await bus.close()
-
-    def check_running(self) -> None:
-        """The same while producers end as they should."""
-        for task in self._tasks:
-            if task.done() and task.exception() is not None:
-                task.result()
 
     # -- what they do ----------------------------------------------------------------------------
 
@@ -251,23 +252,25 @@ class Clients:
 
     async def _read(self, bus: penstock.Bus) -> None:
         """Read the log in order and commit: after a restart it goes on from the last commit."""
-        expected = committed = 0
+        expected = 0
         async with bus.subscribe(TOPIC, group=READERS, mode="log") as events:
             while self._working:
                 event = await events.get(timeout_s=0.1)
                 if event is None:
                     continue
                 self._ledger.counts["read"] += 1
-                if not committed <= event.offset <= expected:
+                self._ledger.counts["read again"] += event.offset < expected
+                if not self._floor <= event.offset <= expected:
                     self._ledger.problems.append(
-                        f"offset {event.offset} was read after {expected - 1}, {committed} committed"
+                        f"offset {event.offset} was read after {expected - 1}, and {self._floor} was "
+                        "committed before the broker was killed"
                     )
                 expected = max(expected, event.offset + 1)
                 if self._rng.random() < 0.02:
                     here = event.offset + 1
                     try:
                         await events.commit()
-                        committed = max(committed, here)
+                        self._committed = max(self._committed, here)
                     except penstock.PenstockError:
                         self._ledger.counts["commits failed"] += 1
 
@@ -280,6 +283,7 @@ async def _rounds(folder: Path, rounds: int, ledger: Ledger, rng: random.Random)
         await clients.start()
         for _ in range(rounds):
             await asyncio.sleep(rng.random() * LONGEST_LIFE_S)
+            clients.brace()
             await asyncio.to_thread(broker.kill)
             clients.check()
             await asyncio.to_thread(broker.start, **FLAGS)
