@@ -90,7 +90,7 @@ class Recovered(NamedTuple):
     end_bytes: int
     torn: TornTail | None
     last_write: int
-    """Where the lines of the last write begin."""
+    """Where the lines of the last write begin that nothing proves durable."""
 
 
 def recover(path: str, data: bytes, head: SavedHead) -> Recovered:
@@ -131,6 +131,8 @@ def recover(path: str, data: bytes, head: SavedHead) -> Recovered:
         elif entry.sequence == entry.batch:
             last_write = end
         end += len(raw)
+        if chain.sequence <= head.sequence and chain.last_checkpoint <= head.checkpoint:
+            last_write = end  # the head was saved after it was durable: it must not be touched
     if _is_behind(chain, head):
         raise damaged(
             path,
