@@ -72,7 +72,7 @@ class ClientProcess:
         try:
             return await self._call(name, given)
         except BaseException:
-            pass
+            await self.stop(wait_s=0.0)
             raise
 
     async def _call(self, name: str, given: dict[str, Any]) -> Any:

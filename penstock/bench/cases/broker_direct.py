@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from penstock.bench.case import PAYLOAD_BYTES
+from penstock.bench.cases.broker_blocks import Blocks
 from penstock.bench.cases.broker_board import Board
-from penstock.bench.cases.broker_flow import PROBE_S, Blocks, Flowed
+from penstock.bench.cases.broker_flow import PROBE_S, Flowed
 from penstock.bench.cases.broker_paced import STAMP
 from penstock.bench.cases.broker_peer import PenstockBroker, connect
 from penstock.bench.cases.broker_queue import expect_acked

@@ -6,9 +6,7 @@ what they measured together. The loops are the same for every system.
 
 from __future__ import annotations
 
-import gc
 import itertools
-import sys
 import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.bench.case import BATCH_EVENTS, DISTINCT_BATCHES, PAYLOAD_BYTES, Window
+from penstock.bench.cases.broker_blocks import Blocks
 from penstock.bench.cases.broker_board import Board, Counter
 from penstock.bench.cases.broker_peer import PenstockBroker, connect, reading
 from penstock.bench.cases.broker_text import texts
@@ -27,7 +26,6 @@ from penstock.model.setting import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from types import TracebackType
 
     from penstock.bench.client_process import ClientProcess
     from penstock.bench.peers import Count, Peer, Shape
@@ -40,39 +38,6 @@ PROBE_S = 0.3  # how long memory blocks are counted, after the window
 
 Seat = tuple[str, int]
 """A consumer's place: the path of a board, and its number there."""
-
-
-class Blocks:
-    """Counts memory blocks that are left behind: `sys.getallocatedblocks`, the collector off.
-
-    Blocks that are freed again at once do not show; what is kept, and garbage in cycles, does.
-
-    >>> with Blocks(True) as blocks:
-    ...     kept = [object() for _ in range(1_000)]
-    >>> blocks.left >= 1_000
-    True
-    """
-
-    def __init__(self, counting: bool) -> None:
-        self.left = 0
-        self._counting = counting
-
-    def __enter__(self) -> Blocks:
-        if self._counting:
-            gc.collect()
-            gc.disable()
-            self._before = sys.getallocatedblocks()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._counting:
-            self.left = sys.getallocatedblocks() - self._before
-            gc.enable()
 
 
 # -- in a client's process -------------------------------------------------------------------------
