@@ -1,0 +1,72 @@
+"""The fast path of large payloads: off the loop above the cut-over, by the settings (T13)."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from penstock.model.errors import Deferred, InvalidSettings
+from penstock.model.server_settings import FastPath as Settings
+from penstock.server.fastpath import FastPath
+
+LARGE = 256 << 10
+
+
+async def test_large_work_leaves_the_loop_and_small_work_stays() -> None:
+    """T13: the cut-over decides which thread does the work."""
+    path = FastPath(Settings())
+    here = threading.get_ident()
+    assert await path.run(LARGE, threading.get_ident) != here
+    assert await path.run(LARGE - 1, threading.get_ident) == here
+    assert path.taken == 1
+    path.close()
+
+
+async def test_switched_off_everything_stays_on_the_loop() -> None:
+    path = FastPath(Settings(enabled=False))
+    assert await path.run(LARGE, threading.get_ident) == threading.get_ident()
+
+
+async def occupied(settings: Settings) -> tuple[FastPath, asyncio.Task[None]]:
+    path = FastPath(settings)
+    work = asyncio.create_task(path.run(LARGE, time.sleep, 0.2))
+    await asyncio.sleep(0.02)
+    return path, work
+
+
+async def test_when_it_is_busy_the_loop_does_the_work_or_waits() -> None:
+    """T13: `fall_back` chooses between the loop now and a thread later."""
+    path, work = await occupied(Settings(threads=1))
+    assert await path.run(LARGE, threading.get_ident) == threading.get_ident()
+    assert path.fallen_back == 1
+    await work
+    path.close()
+    path, work = await occupied(Settings(threads=1, fall_back=False))
+    assert await path.run(LARGE, threading.get_ident) != threading.get_ident()
+    await work
+    path.close()
+
+
+async def test_when_it_is_required_and_busy_the_publisher_is_told_to_wait() -> None:
+    path, work = await occupied(Settings(threads=1, require=True))
+    with pytest.raises(Deferred) as raised:
+        await path.run(LARGE, threading.get_ident)
+    assert raised.value.retry_after_s > 0
+    await work
+    path.close()
+
+
+def test_required_and_switched_off_contradict_each_other() -> None:
+    with pytest.raises(InvalidSettings):
+        FastPath(Settings(enabled=False, require=True))
+
+
+async def test_an_error_comes_back_and_frees_the_thread() -> None:
+    path = FastPath(Settings(threads=1, fall_back=False))
+    for _ in range(3):
+        with pytest.raises(ValueError, match="invalid literal"):
+            await path.run(LARGE, int, "x")
+    path.close()
