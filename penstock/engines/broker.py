@@ -174,12 +174,13 @@ class BrokerEngine:
                 ended.stop(to_error(stopped.fault))
 
     def _held(self) -> list[int]:
-        return [
-            number
-            for feed in self._feeds.values()
-            if isinstance(feed, RemoteQueue)
-            for number in feed.held
-        ]
+        """Deliveries that need not be sent again: in hand, or settled and on the way to the broker."""
+        known = {settlement.delivery for settlement in self.channel.unconfirmed()}
+        known.update(delivery.number for delivery in self._unreported)
+        for feed in self._feeds.values():
+            if isinstance(feed, RemoteQueue):
+                known.update(feed.held)
+        return sorted(known)
 
     def _lost(self, numbers: list[int]) -> None:
         for feed in self._feeds.values():

@@ -11,6 +11,7 @@ import logging
 import time
 import uuid
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock.server")
 
 SILENT_BEATS = 3  # heartbeats a client may miss
+MAX_VIOLATIONS = 16  # frames against the protocol after which a client is cut off
 
 
 class Doorkeeper(Protocol):
@@ -83,6 +85,7 @@ class Connection:
         self._broker = broker
         self._greeting: asyncio.Task[None] | None = None
         self._early: list[Frame] = []
+        self._violations = 0
 
     def received(self, frame: Frame) -> None:
         """Take a frame; what is wrong with it is answered, here and now."""
@@ -120,9 +123,12 @@ class Connection:
             self.received(frame)
 
     def fault(self, request: int, error: PenstockError) -> None:
-        """Answer with an error."""
+        """Answer with an error; who goes on breaking the protocol is cut off."""
         self._broker.tally.frame_error(error.code)
         self.link.send(Frame(Kind.FAULT, request, encode(to_fault(error))))
+        self._violations += isinstance(error, ProtocolViolation)
+        if self._violations > MAX_VIOLATIONS:
+            self.link.close()
 
     def lost(self, reason: str) -> None:
         """The transport has no connection any more."""
@@ -146,6 +152,7 @@ class Broker:
         self._doorkeeper = doorkeeper
         self.gate = Gate(engine, self.ask)
         self.fastpath = FastPath(settings.fastpath)
+        self._doors: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._minder: asyncio.Task[None] | None = None
 
     @staticmethod
@@ -301,15 +308,24 @@ class Broker:
 
         A consumer that was restarted is back while its last session still waits for it.
         """
-        await self.engine.groups.ensure(wanted.group, wanted.spec)
+        lock = self._doors.setdefault(wanted.group, asyncio.Lock())
+        async with lock:  # two under one name must not come in at once
+            await self.engine.groups.ensure(wanted.group, wanted.spec)
+            queue = self.engine.dispatcher.groups.get(wanted.group)
+            log_group = self.engine.groups.logs.get(wanted.group)
+            if (queue is not None and wanted.member in queue.members) or (
+                log_group is not None and wanted.member in log_group.readers
+            ):
+                await self._make_room(wanted)
+            return await self.engine.subscribe(wanted)
+
+    async def _make_room(self, wanted: Wanted) -> None:
         for session in list(self.sessions.values()):
             for feed, outlet in list(session.feeds.items()):
-                same = (outlet.wanted.group, outlet.wanted.member) == (wanted.group, wanted.member)
-                if same:
+                if (outlet.wanted.group, outlet.wanted.member) == (wanted.group, wanted.member):
                     words = f"another consumer joined {wanted.group!r} as {wanted.member!r}"
                     session.stopped(feed, Fenced(f"{words}; this one gets no more"))
                     await outlet.leave()
-        return await self.engine.subscribe(wanted)
 
     async def ask(self, request: Request) -> Any:
         """Administer; whoever holds events of a group that is reset hears it before the answer."""

@@ -43,6 +43,7 @@ DIRECT_FEED = 0  # clients number their own feeds from 1
 CONFIRM_EVERY = 256  # settlements, so that a busy client need not keep many
 LOOK_AGAIN_S = 0.005
 MAX_DELIVERY = 1 << 53  # no session counts that far; JSON clients can count no further
+MAX_BEATS_PER_S = 100  # a client has something to say every few seconds; more is a flood
 MAX_SETTLEMENTS = 65_536  # in one frame: a second of the broker's time, which others wait for
 
 
@@ -60,6 +61,7 @@ class Session:
         self.settled = self._durable = 0
         """The last Settle that arrived, and the last that is durable."""
         self._hardening: asyncio.Task[None] | None = None
+        self._beats, self._beats_since_s = 0, 0.0
         self.feeds: dict[int, QueueOutlet | LogOutlet] = {}
         self._broker = broker
         self._storing = Storing(broker.engine, self, broker.tally, broker.fastpath)
@@ -189,6 +191,11 @@ class Session:
         self.send(answer)
 
     def _beat(self, beat: say.Beat) -> None:
+        if self.heard_at - self._beats_since_s > 1.0:
+            self._beats, self._beats_since_s = 0, self.heard_at
+        self._beats += 1
+        if self._beats > MAX_BEATS_PER_S:
+            raise ProtocolViolation(f"more than {MAX_BEATS_PER_S} heartbeats in a second")
         self._answers.forget_before(beat.answered)
         self._confirm()
 
@@ -364,11 +371,11 @@ class Session:
         link, self.link = self.link, None
         if link is not None:
             link.close()
-        for outlet in list(self.feeds.values()):
-            await outlet.close()
-        for task in list(self._working.values()):
+        for task in list(self._working.values()):  # first: one may be about to open a feed
             task.cancel()
         await asyncio.gather(*self._working.values(), return_exceptions=True)
+        for outlet in list(self.feeds.values()):
+            await outlet.close()
         ask = self._broker.engine.ask
         gone = [
             requests.DeleteGroup(outlet.wanted.group)

@@ -65,7 +65,12 @@ HONEST: list[tuple[Kind, say.Message | None]] = [
 HELLO = say.Hello("guest", tenant="default", subject="me", subscriptions=[TOPIC], max_inflight=5,
                   deliveries=[1], pending=[1])  # fmt: skip
 ACTOR: dict[str, Any] = {"actor": "me", "reason": "why"}
-SPECIFIED = {"partitions": 2, "retention_age_s": 60.0, "retention_bytes": 1_000_000, "write_once": False}
+SPECIFIED = {
+    "partitions": 2,
+    "retention_age_s": 60.0,
+    "retention_bytes": 1_000_000,
+    "write_once": False,
+}
 ROUTE = {"pattern": "orders.#", "destination": "billing", "tenant": "default"}
 RECURRING = {"id": "s", "topic": TOPIC, "payload": b"p", "codec": "raw", "headers": {"h": "v"}}
 ASKED: list[tuple[str, dict[str, Any]]] = [
@@ -118,9 +123,7 @@ def _harm(value: Any) -> st.SearchStrategy[Any]:
     if isinstance(value, bool) or value is None:
         return ANYTHING
     if isinstance(value, list):
-        return st.one_of(
-            st.just([]), st.just(value * 3), ANYTHING.map(lambda one: [one]), ANYTHING
-        )
+        return st.one_of(st.just([]), st.just(value * 3), ANYTHING.map(lambda one: [one]), ANYTHING)
     if isinstance(value, dict):
         return st.one_of(st.just({}), ANYTHING)
     kinds = {int: INTEGERS, float: st.one_of(FLOATS, INTEGERS), str: TEXTS, bytes: BINARIES}
@@ -174,7 +177,12 @@ def frames(draw: st.DrawFn) -> Frame:
         meta = draw(twisted({"request": name, "fields": fields}))
         return Frame(int(Kind.ASK), draw(NUMBERS), meta)
     if choice == 8:
-        drafts = [{"topic": draw(st.sampled_from([TOPIC, "other.topic"])), "part": draw(st.integers(0, 1))}]
+        drafts = [
+            {
+                "topic": draw(st.sampled_from([TOPIC, "other.topic"])),
+                "part": draw(st.integers(0, 1)),
+            }
+        ]
         meta = draw(twisted({"sequence": draw(st.integers(1, 3)), "drafts": drafts}))
         return Frame(int(Kind.PUBLISH), draw(NUMBERS), meta, (draw(batches()),))
     return Frame(draw(st.sampled_from([int(kind) for kind in Kind])), draw(NUMBERS), draw(BINARIES))
