@@ -18,7 +18,11 @@ async def declared(url: str) -> frozenset[str]:
 
 
 async def test_capabilities_page(tmp_path: Path) -> None:
-    engines = {"mem:": await declared("mem:"), "./path": await declared(str(tmp_path / "data"))}
+    engines = {
+        "mem:": await declared("mem:"),
+        "./path": await declared(str(tmp_path / "data")),
+        "penstock://": penstock.connect("penstock://127.0.0.1").capabilities,
+    }
     assert (DOCS / "capabilities.md").read_text() == capabilities.page(engines)
 
 
