@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -83,6 +83,7 @@ class BrokerEngine:
         """All of it or nothing."""
         parts: list[Bytes] = []
         drafts = [described(draft, parts) for draft in transaction.drafts]
+        await self._rejoined()
         for settle in transaction.acks:
             settle.delivery.check(settle.index)
         cursors: list[tuple[RemoteLog, say.Commit]] = [
@@ -106,8 +107,7 @@ class BrokerEngine:
         """Everything settled so far is durable when it returns."""
         renewals = -1
         while renewals != self._renewals:  # a restarted broker is told again before it is asked
-            if self._joining:
-                await asyncio.wait(self._joining, timeout=self._deadline_s)
+            await self._rejoined()
             renewals = self._renewals
             self._report()
             await self.channel.flush()
@@ -118,6 +118,11 @@ class BrokerEngine:
                 "was durable: what it does not know of comes again",
                 outcome="unknown",
             )
+
+    async def _rejoined(self) -> None:
+        """Wait until a broker that was restarted has given us back what we held."""
+        if self._joining:
+            await asyncio.wait(self._joining, timeout=self._deadline_s)
 
     # -- consuming -----------------------------------------------------------------------------
 
@@ -147,8 +152,12 @@ class BrokerEngine:
         self._unreported[delivery] = None
 
     def _report(self) -> None:
-        if self._unreported:
-            deliveries, self._unreported = self._unreported, {}
+        deliveries, self._unreported = self._unreported, {}
+        if self._asked:  # a broker that was restarted does not know yet what we hold
+            early = [each for each in deliveries if each.feed.number in self._asked]
+            self._unreported = dict.fromkeys(early)
+            deliveries = {each: None for each in deliveries if each not in self._unreported}
+        if deliveries:
             self.channel.settle([delivery.settlement() for delivery in deliveries])
 
     async def _leave(self, feed: RemoteQueue) -> None:
@@ -200,14 +209,14 @@ class BrokerEngine:
             if feed.number in self._asked:
                 continue
             self._asked.add(feed.number)
-            held = feed.in_hand() if isinstance(feed, RemoteQueue) else []
+            held = list(feed.held.values()) if isinstance(feed, RemoteQueue) else []
             call = self.channel.begin(Kind.SUBSCRIBE, _wish(feed, held), again=True)
             task = asyncio.create_task(self._joined(feed, call, held))
             self._joining.add(task)
             task.add_done_callback(self._joining.discard)
 
     async def _joined(
-        self, feed: RemoteQueue | RemoteLog, call: Call, held: list[say.Held]
+        self, feed: RemoteQueue | RemoteLog, call: Call, held: list[RemoteDelivery]
     ) -> None:
         try:
             answer = await self.channel.finish(call, deadline_s=0)
@@ -218,10 +227,11 @@ class BrokerEngine:
             self._asked.discard(feed.number)
         if isinstance(feed, RemoteQueue):
             joined: say.Joined = decode(answer.meta, say.Joined)
-            for each in held:
-                indices = joined.adopted.get(each.delivery, [])
-                feed.taken_up(each.delivery, indices)
-                self._doubtful.difference_update((each.delivery, index) for index in indices)
+            for delivery in held:
+                indices = joined.adopted.get(delivery.number, [])
+                self._doubtful.difference_update((delivery.number, index) for index in indices)
+                self._doubtful.update(feed.taken_up(delivery, indices))
+        self._report()
 
     # -- reading and administration ------------------------------------------------------------
 
@@ -261,8 +271,9 @@ class BrokerEngine:
         return decode(answer.meta, ANSWERS[kind])
 
 
-def _wish(feed: RemoteQueue | RemoteLog, held: list[say.Held] | None = None) -> say.Subscribe:
+def _wish(feed: RemoteQueue | RemoteLog, held: Sequence[RemoteDelivery] = ()) -> say.Subscribe:
     wanted = feed.wanted
     return say.Subscribe(
-        feed.number, wanted.group, wanted.spec, wanted.member, wanted.max_inflight, held or []
-    )
+        feed.number, wanted.group, wanted.spec, wanted.member, wanted.max_inflight,
+        [delivery.in_hand() for delivery in held],
+    )  # fmt: skip

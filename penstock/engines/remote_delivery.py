@@ -41,7 +41,7 @@ class RemoteDelivery:
     """A stretch of leased events."""
 
     __slots__ = (
-        "_events", "_feed", "_next", "acks", "attempt", "batch", "extends", "handed", "lease", "nacks",
+        "_events", "_next", "acks", "attempt", "batch", "extends", "feed", "handed", "lease", "nacks",
         "number", "rejects",
     )  # fmt: skip
 
@@ -60,7 +60,7 @@ class RemoteDelivery:
         for index in deliver.skip:
             self.lease.states[index] = ACKED
             self.lease.open -= 1
-        self._feed = feed
+        self.feed = feed
         self._next = 0
         self._events: list[Event] | None = None
 
@@ -79,9 +79,9 @@ class RemoteDelivery:
             index = self._next
             self._next += 1
             if self.lease.states[index] == OUT:
-                self.lease.hand(index, self._feed.now() + self._feed.lease_s)
+                self.lease.hand(index, self.feed.now() + self.feed.lease_s)
                 self.handed = index + 1
-                self._feed.touched(self)
+                self.feed.touched(self)
                 return events[index]
         self._events = None
         return None
@@ -104,16 +104,16 @@ class RemoteDelivery:
     def extend(self, index: int, seconds: float | None) -> None:
         """More time."""
         self.check(index)
-        lease_s = self._feed.lease_s if seconds is None else seconds
-        self.lease.deadlines[index] = self._feed.now() + lease_s
+        lease_s = self.feed.lease_s if seconds is None else seconds
+        self.lease.deadlines[index] = self.feed.now() + lease_s
         self.extends.append((index, seconds))
-        self._feed.touched(self)
+        self.feed.touched(self)
 
     def check(self, index: int) -> None:
         """Raise what settling this event now would raise."""
         lease = self.lease
         if lease.states[index] == OUT:
-            if index >= len(lease.deadlines) or self._feed.now() < lease.deadlines[index]:
+            if index >= len(lease.deadlines) or self.feed.now() < lease.deadlines[index]:
                 return
             self.end(index, EXPIRED)
         raise lease.refusal(index)
@@ -121,14 +121,14 @@ class RemoteDelivery:
     def _close(self, index: int, state: int) -> None:
         self.check(index)
         self.end(index, state)
-        self._feed.touched(self)
+        self.feed.touched(self)
 
     def end(self, index: int, state: int) -> None:
         """An event of this delivery can no longer be settled."""
         if self.lease.states[index] == OUT:
             self.lease.open -= 1
             if not self.lease.open:
-                self._feed.done(self)
+                self.feed.done(self)
         self.lease.states[index] = state
 
     def end_all(self, state: int) -> None:
@@ -136,6 +136,14 @@ class RemoteDelivery:
         for index in range(self.batch.count):
             if self.lease.states[index] == OUT:
                 self.end(index, state)
+
+    def in_hand(self) -> Held:
+        """This delivery for a broker that was restarted, which may give it back to us."""
+        batch = self.batch
+        return Held(
+            self.number, batch.topic, batch.partition, batch.base_offset, batch.count, self.attempt,
+            self.handed,
+        )  # fmt: skip
 
     def settlement(self) -> Settlement:
         """What happened since the last call."""
@@ -192,34 +200,27 @@ class RemoteQueue:
                 self.held.pop(number, None)
         self._waiting = deque(each for each in self._waiting if each.lease.open)
 
-    def in_hand(self) -> list[Held]:
-        """The deliveries that are not settled, for a broker that was restarted."""
-        return [
-            Held(
-                each.number, each.batch.topic, each.batch.partition, each.batch.base_offset,
-                each.batch.count, each.attempt, each.handed,
-            )
-            for each in self.held.values()
-        ]  # fmt: skip
+    def taken_up(self, delivery: RemoteDelivery, indices: list[int]) -> Iterator[tuple[int, int]]:
+        """After a restart the broker leases these to us as before; the rest of it comes again.
 
-    def taken_up(self, number: int, indices: list[int]) -> None:
-        """After a restart the broker leases these to us as before; the rest of it comes again."""
-        delivery = self.held.get(number)
-        if delivery is None:
-            return
+        Yields what was settled meanwhile and is not ours any more.
+        """
         again = set(indices)
+        for event in settled_events(delivery.settlement()):
+            if event[1] not in again:
+                yield event
         for index in range(delivery.batch.count):
             state = delivery.lease.states[index]
-            if state == OUT and index not in again:
-                delivery.end(index, EXPIRED)
-            elif index in again and state in (ACKED, NACKED, REJECTED):  # it did not survive there
-                if state == ACKED:
-                    delivery.acks.append(index)
-                elif state == NACKED:
-                    delivery.nacks.append((index, None, SAID_BEFORE))
-                else:
-                    delivery.rejects.append((index, SAID_BEFORE))
-                self.touched(delivery)
+            if index not in again:
+                if state == OUT:
+                    delivery.end(index, EXPIRED)
+            elif state == ACKED:  # it did not survive there, or was never sent
+                delivery.acks.append(index)
+            elif state == NACKED:
+                delivery.nacks.append((index, None, SAID_BEFORE))
+            elif state == REJECTED:
+                delivery.rejects.append((index, SAID_BEFORE))
+        self.touched(delivery)
         self._waiting = deque(each for each in self._waiting if each.lease.open)
 
     def done(self, delivery: RemoteDelivery) -> None:

@@ -5,8 +5,8 @@ it finds to a folder of its own, and stops at the first finding, which it leaves
 
     python tests/fuzz/run_atheris.py connection -max_total_time=300
 
-Put the input of a finding that was repaired into the corpus: test_corpus.py replays it from then on.
-`-merge=1 NEW OLD...` keeps of several corpora what covers most. It needs the package `atheris`.
+Put the input of a finding that was repaired into the corpus under a name that says what it is, and
+what reaches new lines under its hash: test_corpus.py replays them. It needs the package `atheris`.
 """
 
 from __future__ import annotations

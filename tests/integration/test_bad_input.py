@@ -350,7 +350,7 @@ async def test_a_subscription_that_makes_no_sense_is_refused(mem, options) -> No
 
 
 @pytest.mark.parametrize(
-    "url", ["nats://localhost", "penstock://host", "ftp://x", "./data?mode=rx", "./data?what=1"]
+    "url", ["nats://localhost", "penstock://", "ftp://x", "./data?mode=rx", "./data?what=1"]
 )
 def test_a_url_nobody_serves_is_refused(url: str) -> None:
     with pytest.raises(penstock.UnknownScheme):

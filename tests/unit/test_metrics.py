@@ -362,8 +362,10 @@ async def test_append_times_are_found_wherever_events_lie(bus: penstock.Bus) -> 
         await bus.publish("orders", random.randbytes(300_000))
         times.append(engine.log.partition("orders", 0).last_time_us)
         await asyncio.sleep(0.01 * (number % 2))
-    exact = [appended_us(engine.log, ("orders", 0), offset) for offset in range(6)]
-    assert exact == times
+    # Some of it may be sealed already, on a slow machine: those are judged below.
+    begun = [each[1].last_offset for each in engine.log.manifest.ranges("orders", 0)]
+    for offset in range(max(begun, default=-1) + 1, 6):
+        assert appended_us(engine.log, ("orders", 0), offset) == times[offset]
     await engine.housekeeper.settle()
     sealed = engine.log.manifest.ranges("orders", 0)
     assert sealed, "something was sealed"
