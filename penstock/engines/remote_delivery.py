@@ -200,15 +200,13 @@ class RemoteQueue:
                 self.held.pop(number, None)
         self._waiting = deque(each for each in self._waiting if each.lease.open)
 
-    def taken_up(self, delivery: RemoteDelivery, indices: list[int]) -> Iterator[tuple[int, int]]:
+    def taken_up(self, delivery: RemoteDelivery, indices: list[int]) -> list[tuple[int, int]]:
         """After a restart the broker leases these to us as before; the rest of it comes again.
 
-        Yields what was settled meanwhile and is not ours any more.
+        Returns what was settled meanwhile, and is not ours any more.
         """
-        again = set(indices)
-        for event in settled_events(delivery.settlement()):
-            if event[1] not in again:
-                yield event
+        again, said = set(indices), delivery.settlement()
+        delivery.extends = [each for each in said.extends if each[0] in again]
         for index in range(delivery.batch.count):
             state = delivery.lease.states[index]
             if index not in again:
@@ -222,6 +220,7 @@ class RemoteQueue:
                 delivery.rejects.append((index, SAID_BEFORE))
         self.touched(delivery)
         self._waiting = deque(each for each in self._waiting if each.lease.open)
+        return [event for event in settled_events(said) if event[1] not in again]
 
     def done(self, delivery: RemoteDelivery) -> None:
         """Everything of a delivery is settled."""
