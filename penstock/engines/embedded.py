@@ -82,6 +82,7 @@ class EmbeddedEngine:
         self.lease_hold_s = 0.0
         """After a crash, how long leased events wait for a holder that may come back."""
         self._lock: Lock | None = None
+        self._saving = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self.is_open = False
 
@@ -293,7 +294,8 @@ class EmbeddedEngine:
 
     async def save_routes(self) -> None:
         """Write the route catalogue, atomically."""
-        await self.runtime.read(write_file, self.disk, ROUTES, [self.routes.encode()])
+        async with self._saving:  # two writes at once would share a temporary file
+            await self.runtime.read(write_file, self.disk, ROUTES, [self.routes.encode()])
 
     async def flush(self) -> None:
         """Everything settled so far is durable when it returns."""

@@ -631,10 +631,6 @@ async def test_two_operators_replay_the_same_record(site: Site, bus: penstock.Bu
         assert await events.get(timeout_s=0.3) is None
 
 
-@pytest.mark.xfail(
-    strict=True, raises=errors.PenstockError,
-    reason="EmbeddedEngine.save_routes: two writes of routes.json share one temporary file",
-)  # fmt: skip
 async def test_operators_who_change_routes_at_once(tmp_path: Path) -> None:
     """Each change is made and kept, whoever else makes one."""
     site = Site(tmp_path)
