@@ -54,6 +54,7 @@ class BrokerEngine:
         self._feeds: dict[int, RemoteQueue | RemoteLog] = {}
         self._feed = 0
         self._unreported: dict[RemoteDelivery, None] = {}
+        self._scheduled = False
         self._deadline_s = settings.client.deadline_s
         self._joining: set[asyncio.Task[None]] = set()
         self._asked: set[int] = set()
@@ -147,11 +148,13 @@ class BrokerEngine:
 
     def _touched(self, delivery: RemoteDelivery) -> None:
         """Something happened to a delivery: report it once for all of this turn of the loop."""
-        if not self._unreported:
+        if not self._scheduled:
+            self._scheduled = True
             asyncio.get_running_loop().call_soon(self._report)
         self._unreported[delivery] = None
 
     def _report(self) -> None:
+        self._scheduled = False
         deliveries, self._unreported = self._unreported, {}
         if self._asked:  # a broker that was restarted does not know yet what we hold
             early = [each for each in deliveries if each.feed.number in self._asked]

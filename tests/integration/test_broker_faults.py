@@ -897,6 +897,9 @@ class Cutter:
         self.plugged = True
         self.muted = False
         """What the broker says does not arrive."""
+        self.slow_s = 0.0
+        """How long a Subscribe is under way, and what is sent behind it waits."""
+        self.subscribing = asyncio.Event()
         self.made = 0
         self.port = 0
 
@@ -960,6 +963,9 @@ class Cutter:
                     await writer.drain()
                     await asyncio.sleep(0.01)  # what passed before arrives
                     return
+                if up and self.slow_s and head[0] == Kind.SUBSCRIBE:
+                    self.subscribing.set()
+                    await asyncio.sleep(self.slow_s)
                 if up or not self.muted:
                     writer.write(frame)
                     await writer.drain()
@@ -1063,6 +1069,37 @@ async def test_a_request_is_not_made_twice(tmp_path: Path) -> None:
                 await creating
             assert raised.value.outcome == "unknown"
             assert "faults.once" in [each.name for each in await bus.topics.list()]
+    finally:
+        assert site.stop() == 0
+
+
+async def test_acks_while_a_restarted_broker_gives_the_leases_back(tmp_path: Path) -> None:
+    """T4: they wait until it has; none is refused, and no event comes again."""
+    site = Site(tmp_path)
+    try:
+        async with (
+            Cutter(site.broker.ports["tcp"], []) as cutter,
+            penstock.connect(f"penstock://127.0.0.1:{cutter.port}") as bus,
+            bus.subscribe("faults.back", group="g", retry=PATIENT) as events,
+        ):
+            await bus.publish_many("faults.back", [b"%d" % number for number in range(4)])
+            held = [await events.get(timeout_s=DEADLINE_S) for _ in range(3)]
+            await asyncio.sleep(0.2)  # the broker hears that they were handed over
+            await asyncio.to_thread(site.broker.kill)
+            cutter.slow_s = 0.5
+            await asyncio.to_thread(site.restart)
+            async with asyncio.timeout(DEADLINE_S):
+                await cutter.subscribing.wait()
+            for event in held:
+                assert event is not None
+                await event.ack()
+            await asyncio.sleep(1.0)
+            last = await events.get(timeout_s=DEADLINE_S)
+            assert last is not None
+            assert (last.payload, last.attempt) == (b"3", 1)
+            await last.ack()
+            await bus.flush()
+            assert (await bus.groups.info("g")).lag == 0
     finally:
         assert site.stop() == 0
 

@@ -1,0 +1,144 @@
+"""The client's engine between two lives of its broker: what it reports, and when (T4)."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+import penstock
+from penstock import errors
+from penstock.core.entry import GroupSpec
+from penstock.engines.broker import BrokerEngine
+from penstock.engines.engine import Subscribe
+from penstock.engines.remote_delivery import RemoteQueue
+from penstock.model.batch import EventBatch
+from penstock.model.loader import load
+from penstock.wire import message as say
+from penstock.wire.frame import Frame, Kind
+
+
+class Wire:
+    """In place of a channel: notes what is said, and answers when the test wants it."""
+
+    def __init__(self) -> None:
+        self.settled: list[say.Settlement] = []
+        self.wishes: list[say.Subscribe] = []
+        self.lost: list[say.Settlement] = []
+        self.answer: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
+
+    def settle(self, settlements: list[say.Settlement]) -> None:
+        self.settled += settlements
+
+    def unconfirmed(self) -> list[say.Settlement]:
+        return self.lost
+
+    def begin(self, kind: Kind, message: Any, **_: Any) -> None:
+        self.wishes.append(message)
+
+    async def finish(self, call: None, **_: Any) -> Frame:
+        return await self.answer
+
+    async def flush(self) -> None:
+        pass
+
+    def join(self, adopted: dict[int, list[int]]) -> None:
+        self.answer.set_result(Frame(Kind.RESULT, 1, say.encode(say.Joined(adopted))))
+
+
+class Client:
+    """An engine with one delivery of four events, three of them handed out."""
+
+    def __init__(self) -> None:
+        self.engine = BrokerEngine(lambda: None, load(None, {}, {}), penstock.Identity(), "c")  # type: ignore[arg-type, return-value]
+        self.wire = self.engine.channel = Wire()  # type: ignore[assignment]
+        wanted = Subscribe("g", GroupSpec(("a.b",)), "m", 10)
+        self.queue = RemoteQueue(1, wanted, self.engine._touched, self.engine._leave)
+        self.engine._feeds[1] = self.queue
+        batch = EventBatch.build("a.b", [b"%d" % number for number in range(4)])
+        self.queue.delivered(say.Deliver(1, 7, 1), batch)
+        self.delivery = self.queue.held[7]
+        for _ in range(3):
+            self.delivery.hand()
+
+
+async def turn() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_acks_wait_until_the_broker_has_given_the_leases_back() -> None:
+    """Before, it would refuse them as those of a delivery it does not hold."""
+    client = Client()
+    await turn()
+    client.wire.settled.clear()
+    client.engine._renewed()
+    client.delivery.ack(0)
+    await turn()
+    assert client.wire.settled == []
+    client.wire.join({7: [0, 1, 2, 3]})
+    await turn()
+    assert [each.acks for each in client.wire.settled] == [[0, 1]]
+    client.delivery.ack(1)
+    await turn()
+    assert client.wire.settled[-1].acks == [1, 1]
+    await client.engine.flush()
+
+
+async def test_what_did_not_survive_the_broker_is_said_again() -> None:
+    """An ack, a nack and a rejection that were on their way when it died."""
+    client = Client()
+    client.delivery.ack(0)
+    client.delivery.nack(1, None, "no")
+    client.delivery.reject(2, "bad")
+    await turn()
+    client.wire.lost = [say.Settlement(7, 3, [0, 1], [(1, None, "no")], [(2, "bad")])]
+    client.wire.settled.clear()
+    client.engine._renewed()
+    client.wire.join({7: [0, 1, 2, 3]})
+    await turn()
+    (said,) = client.wire.settled
+    assert said.acks == [0, 1]
+    assert [nack[0] for nack in said.nacks] == [1]
+    assert [reject[0] for reject in said.rejects] == [2]
+    await client.engine.flush()
+
+
+async def test_a_flush_does_not_vouch_for_what_the_broker_may_not_know() -> None:
+    """The ack of an event that was not given back to us may be lost, and the event come again."""
+    client = Client()
+    client.delivery.ack(0)
+    await turn()
+    client.wire.lost = [say.Settlement(7, 1, [0, 1])]
+    client.engine._renewed()
+    client.wire.lost = []
+    client.wire.join({7: [1, 2, 3]})
+    with pytest.raises(errors.ConnectionLost):
+        await client.engine.flush()
+    await client.engine.flush()  # from here on it can
+
+
+async def test_a_feed_is_joined_again_once() -> None:
+    """However often the broker is restarted before it answers."""
+    client = Client()
+    client.engine._renewed()
+    client.engine._renewed()
+    assert [wish.feed for wish in client.wire.wishes] == [1]
+    assert client.wire.wishes[0].held == [say.Held(7, "a.b", 0, 0, 4, 1, 3)]
+    client.wire.join({})
+    await turn()
+    client.engine._renewed()
+    assert len(client.wire.wishes) == 2
+
+
+async def test_deliveries_that_are_settled_are_not_asked_for_again() -> None:
+    """Else a broker that has not heard of the acks would send them once more."""
+    client = Client()
+    for index in range(4):
+        client.delivery.ack(index)
+    assert client.queue.held == {}
+    assert client.engine._held() == [7]
+    await turn()
+    client.wire.lost = [say.Settlement(8, 1, [0, 1])]
+    assert client.engine._held() == [8]
