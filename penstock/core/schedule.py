@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from datetime import UTC, datetime, timedelta
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -166,7 +167,7 @@ class Delayed:
 
     def lowest(self) -> int | None:
         """The lowest offset that waits: from there on the log must keep what is delayed."""
-        return min((offset for offset, _ in self.snapshot()), default=None)
+        return min(chain(self._firing, self._timers.keys()), default=None)
 
     def put_back(self, offsets: Iterable[int]) -> None:
         """These could not be delivered now: they stay due."""

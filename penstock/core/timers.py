@@ -11,7 +11,7 @@ from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, KeysView
 
 COMPACT_MIN = 1_024
 """Entries below this number are never tidied up: it would cost more than it frees."""
@@ -111,6 +111,10 @@ class Timers(Generic[K]):
             keys: list[K] = held if type(held) is list else [held]  # type: ignore[list-item]
             found.extend((due, key) for key in keys)
         return found
+
+    def keys(self) -> KeysView[K]:
+        """Every key that has a timer."""
+        return self._live.keys()
 
     def __len__(self) -> int:
         return len(self._live)

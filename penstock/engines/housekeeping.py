@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 JOB_BYTES = 512 << 20
 # How often to look when nothing calls.
 ROUND_S = 5.0
+# After a failure, most often a full disk, wait this long: each attempt reads and packs a whole file.
+RETRY_S = 1.0
 
 
 class Housekeeper:
@@ -78,11 +80,12 @@ class Housekeeper:
             try:
                 busy = await self.round()
                 self.problem = None
+                pause_s = self._pause_s()
             except (PenstockError, OSError) as error:
-                self.problem, busy = str(error), False
+                self.problem, busy, pause_s = str(error), False, RETRY_S
             if not busy:
                 try:
-                    async with asyncio.timeout(self._pause_s()):
+                    async with asyncio.timeout(pause_s):
                         await self._wake.wait()
                     self._wake.clear()
                 except TimeoutError:
@@ -99,12 +102,12 @@ class Housekeeper:
             return await self._round()
 
     async def _round(self) -> bool:
-        busy = False
-        if self._settings.enabled:
-            busy = await self._seal() or await self._merge()
-        await self._retain()
+        # First what needs no room and gives some back: on a full disk the rest fails.
         await self._throw_out()
-        return busy
+        await self._retain()
+        if not self._settings.enabled:
+            return False
+        return await self._seal() or await self._merge()
 
     async def settle(self) -> None:
         """Seal everything that is closed and apply retention; for tests and `penstock doctor`."""

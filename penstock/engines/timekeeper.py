@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,6 +17,8 @@ from penstock.model.token import parse_token
 
 if TYPE_CHECKING:
     from penstock.engines.embedded import EmbeddedEngine
+
+log = logging.getLogger("penstock.engines")
 
 SCHEDULED = "_scheduled"
 TARGET = "penstock-topic"
@@ -106,8 +108,10 @@ class Timekeeper:
                     await engine.flush()  # due at once: wait until it is committed itself
                 drafts: list[Draft] = []
                 for offset in offsets:
-                    with contextlib.suppress(OffsetExpired):  # deleted with its topic
+                    try:
                         drafts.append(self._release(await engine.event_at(SCHEDULED, 0, offset)))
+                    except OffsetExpired as error:  # retention keeps them: somebody removed files
+                        log.error("a delayed event is gone: %s", error)
                 for draft in drafts:
                     await engine.topics.ensure(draft.topic)
                 await engine.intake.submit(drafts, entries=[Fired(offsets)])

@@ -3,7 +3,8 @@
 A `SimInode` holds the bytes as the running process sees them and a log of the changes that no
 sync has made durable. At a crash each 512-byte sector decides alone up to which change it had
 reached the platter, so a later write may survive an earlier one. A torn sector keeps only a front
-part of its new bytes; the rest is old or zero. Bytes that no unsynced change touched never move.
+part of its new bytes; the rest is old, or zero where nothing was. Bytes that no unsynced change
+touched never move.
 """
 
 from __future__ import annotations
@@ -215,5 +216,7 @@ def _land(pages: Pages, change: Change, start: int, end: int, cut: int, zeros: b
     whole = max(start, min(end, cut))
     if start < whole:
         pages.write(start, change.new[start - change.offset : whole - change.offset])
-    if zeros and whole < end:
-        pages.write(whole, bytes(end - whole))
+    # Zeros only where nothing lay before: a sector is torn between its old and its new bytes.
+    blank = max(whole, change.offset + len(change.old))
+    if zeros and blank < end:
+        pages.write(blank, bytes(end - blank))

@@ -583,6 +583,29 @@ def test_retention_by_age_and_what_is_told_afterwards(world) -> None:
     here.run(age)
 
 
+def test_retention_leaves_a_delayed_event_until_its_time(world) -> None:
+    """T7: a delay may be longer than what the log keeps (found by the simulator, seed 34)."""
+    here = world(6, retention__age_s=100.0)
+
+    async def age(bus: penstock.Bus) -> None:
+        await bus.publish("orders", b"later", delay_s=1_000)
+        await sealed(bus)
+        for _ in range(99):
+            await asyncio.sleep(10)
+            await engine(bus).housekeeper.settle()
+        assert await read(bus, "orders") == []
+        await asyncio.sleep(20)
+        assert await read(bus, "orders") == [b"later"]
+        await asyncio.sleep(300)
+        await sealed(bus)
+        for _ in range(40):
+            await asyncio.sleep(10)
+            await engine(bus).housekeeper.settle()
+        assert engine(bus).log.manifest.ranges("_scheduled", 0) == []
+
+    here.run(age)
+
+
 async def test_retention_by_size_keeps_the_newest(tmp_path, small) -> None:
     async with opened(tmp_path, small, sealing__target_segment_bytes=1 << 16) as bus:
         await bus.topics.create("orders", retention_bytes=200_000)

@@ -151,6 +151,19 @@ def test_an_event_handed_out_but_not_confirmed_survives_a_crash() -> None:
     assert revived.snapshot() == []
 
 
+def test_the_lowest_waiting_offset_counts_those_being_fired() -> None:
+    delayed = Delayed()
+    assert delayed.lowest() is None
+    delayed.add(9, due_us=1_000)
+    delayed.add(4, due_us=2_000)
+    delayed.add(2, due_us=500)
+    assert delayed.lowest() == 2
+    assert delayed.due(600) == [2]
+    assert delayed.lowest() == 2
+    delayed.fired([2])
+    assert delayed.lowest() == 4
+
+
 def test_a_clock_that_jumps_back_fires_no_delayed_event_twice() -> None:
     delayed = Delayed()
     delayed.add(1, HOUR)

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from penstock.testing.simulation.world import World
 
 REST_S = 600.0  # virtual seconds in which everything must have come to rest
+LATE_S = 12.0  # a due event that could not be published is tried again every second
+GLANCE_EVENTS = 5
 EVERYTHING = 1_000_000
 
 
@@ -32,12 +34,22 @@ class Checks:
         """Everything known is there, nothing else is, and the unknown is settled."""
         before = [sent for sent in self.oracle.open.values() if sent.status == UNKNOWN]
         thorough = self.world.rng.random() < 0.15
-        for topic in self.world.plan.topics:
-            if topic in self.world.engine.state.topics:
-                await self._read_topic(topic, everything=thorough)
+        known = [
+            topic for topic in self.world.plan.topics if topic in self.world.engine.state.topics
+        ]
+        await asyncio.gather(*(self._glance(topic) for topic in known))
+        for topic in known:
+            await self._read_topic(topic, everything=thorough)
         self.oracle.resolve()
         self.newly_absent = [sent for sent in before if sent.status != STORED]
         self.oracle.note("recovered")
+
+    async def _glance(self, topic: str) -> None:
+        """Look at the newest events, before anything else is done with them: they must stay."""
+        log = self.world.engine.log
+        for partition in range(self.world.engine.state.topics[topic].partitions):
+            first, end = log.bounds(topic, partition)
+            await self._read_range((topic, partition), max(first, end - GLANCE_EVENTS), end)
 
     async def _read_topic(self, topic: str, *, everything: bool) -> None:
         engine = self.world.engine
@@ -60,17 +72,46 @@ class Checks:
                 expected = batch.end_offset
                 self.oracle.read(batch)
         except OffsetExpired:
-            if self.world.plan.retention_s is None:
-                raise
+            if expected >= self.world.engine.log.bounds(*place)[0]:
+                self.oracle.fail("gap", f"{place}: {expected} is gone, and older events are not")
             return
         if expected != end:
             self.oracle.fail("lost", f"{place}: nothing between {expected} and {end}")
+
+    # -- while it lives ------------------------------------------------------------------------
+
+    def machines(self) -> None:
+        """A look into the delivery machines: nobody holds a lease on nothing."""
+        for name, group in self.world.engine.dispatcher.groups.items():
+            for lease in group.leases.values():
+                if not lease.open:
+                    self.oracle.fail("empty-lease", f"group {name}: {lease.lane}, at {lease.start}")
+
+    async def nothing_late(self) -> None:
+        """There was room for a while: what fell due when there was none must have come."""
+        world = self.world
+        if world.plan.retention_s is not None:
+            return  # what came may have expired before anybody looked
+        now_us = world.clock.wall_us()
+        owed = [sent for sent in world.delayed if sent.place is None and sent.due_us < now_us]
+        until = self.oracle.now() + LATE_S
+        while True:
+            for topic in world.plan.topics:
+                await self._read_topic(topic, everything=False)
+            owed = [sent for sent in owed if sent.place is None]
+            if not owed:
+                return
+            if self.oracle.now() > until:
+                self.oracle.fail("late", f"{owed[0]} was due at {owed[0].due_us}, it is {now_us}")
+            await asyncio.sleep(LATE_S / 8)
 
     # -- at rest -------------------------------------------------------------------------------
 
     async def at_rest(self) -> None:
         """No more faults: everything must be delivered, settled, sealed and provable."""
         world = self.world
+        latest_us = max(self.oracle.latest_us, world.clock.wall_us())
+        waiting = [sent for sent in world.delayed if sent.due_us > latest_us]
         workers = [
             asyncio.ensure_future(world._guard(self._drain(group)))
             for group in world.plan.groups
@@ -79,10 +120,10 @@ class Checks:
         # The clock may have been set back on the way: let everything that is delayed come due.
         world.clock.jump(86_400.0)
         started = self.oracle.now()
-        while waiting := await self._waiting():
+        while busy := await self._busy():
             if self.oracle.now() - started > REST_S:
                 problem = world.engine.housekeeper.problem
-                self.oracle.fail("stuck", f"after {REST_S} s: {waiting}; the engine says {problem}")
+                self.oracle.fail("stuck", f"after {REST_S} s: {busy}; the engine says {problem}")
             await asyncio.sleep(2.0)
         for worker in workers:
             worker.cancel()
@@ -90,7 +131,8 @@ class Checks:
         for topic in world.plan.topics:
             await self._read_topic(topic, everything=True)
         await self._all_settled()
-        self._all_delayed_came()
+        # What had come before may have expired unseen; what still had to wait cannot.
+        self._all_came(world.delayed if world.plan.retention_s is None else waiting)
         await self._audit()
         await self._tidy()
 
@@ -112,7 +154,7 @@ class Checks:
                     await event.ack()
                     watch.settled(held, ACKED)
 
-    async def _waiting(self) -> str:
+    async def _busy(self) -> str:
         """What is not at rest yet, or nothing."""
         engine = self.world.engine
         infos = await self.world.bus.groups.list()
@@ -175,9 +217,9 @@ class Checks:
                         "undelivered", f"group {name} never got {place}/{offset}, {sent}"
                     )
 
-    def _all_delayed_came(self) -> None:
-        for sent in self.world.delayed:
-            if sent.place is None and self.world.plan.retention_s is None:
+    def _all_came(self, delayed: list[Sent]) -> None:
+        for sent in delayed:
+            if sent.place is None:
                 self.oracle.fail("delayed-lost", f"{sent} was due at {sent.due_us}")
 
     async def _audit(self) -> None:

@@ -73,6 +73,8 @@ class Consumer:
             if event is None:
                 if self.rng.random() < 0.1:
                     return
+                if self.rng.random() < 0.5:
+                    await self._finish()
                 continue
             held = self.watch.delivered(member, event, asked_at)
             self.held.append(held)
@@ -91,14 +93,8 @@ class Consumer:
             await self._flush()
 
     async def _flush(self) -> None:
-        covered = self.watch.flushing()
-        try:
-            await self.world.bus.flush()
-        except (BusClosed, WriterFailed, Rejected):
-            return
-        for track in covered:
-            track.durable = track.state == ACKED
-        self.oracle.note("flush", self.group.name)
+        if await self.world.flush(self.watch):
+            self.oracle.note("flush", self.group.name)
 
     async def _treat(self, held: Held) -> None:
         dice = self.rng.random()

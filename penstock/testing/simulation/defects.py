@@ -16,7 +16,7 @@ from penstock.engines.housekeeping import Housekeeper
 from penstock.engines.timekeeper import Timekeeper
 from penstock.log.eventlog import EventLog
 from penstock.log.recovery import Recovery
-from penstock.model.errors import PenstockError
+from penstock.model.errors import PenstockError, Rejected
 from penstock.testing.simulation.mutant import Mutant
 
 
@@ -79,12 +79,13 @@ def _audit_gives_up(original: Any) -> Any:
 def _clock_stops(original: Any) -> Any:
     """A full disk ended the timekeeper: nothing delayed came any more until the next start."""
 
-    async def run(self: Timekeeper) -> None:
-        schedule = self._engine.state.schedule.delayed
-        schedule.put_back = lambda offsets: None  # type: ignore[method-assign]
-        await original(self)
+    async def fire(self: Timekeeper) -> None:
+        try:
+            await original(self)
+        except Rejected as error:  # no longer one that its caller waits and tries again for
+            raise PenstockError(str(error)) from error
 
-    return run
+    return fire
 
 
 def _late_sweep(original: Any) -> Any:
@@ -151,7 +152,7 @@ DEFECTS = (
     Mutant("replayed-twice", "a dead letter comes back once", QueueGroup, "again", _replayed_twice, 20),
     Mutant("flush-without-room", "a flush returns when it is durable", CommitLoop, "_take", _flush_without_room, 20),
     Mutant("audit-gives-up", "a full disk costs no audit record", AuditTrail, "_append", _audit_gives_up),
-    Mutant("clock-stops", "a full disk delays what is delayed, no more", Timekeeper, "run", _clock_stops, 20),
+    Mutant("clock-stops", "a full disk delays what is delayed, no more", Timekeeper, "_fire_delayed", _clock_stops),
     Mutant("late-sweep", "only orphans are swept", Housekeeper, "run", _late_sweep),
     Mutant("trust-page-cache", "what recovery saw is durable", Recovery, "_read_file", _trust_page_cache, 20),
     Mutant("over-the-gap", "what is readable has no gap", EventLog, "bounds", _over_the_gap, 40),

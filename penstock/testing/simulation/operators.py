@@ -123,14 +123,13 @@ class Operator:
         letters = await self._letters()
         if letters and self.rng.random() < 0.3:
             letter, actor = self.rng.choice(letters), self._actor()
+            at = (letter.topic, letter.partition, letter.offset)
+            self.world.watches[letter.consumer].touched.add(at)  # before: it may be done in a crash
             answer = await self._ask(ask.PurgeDead([letter.id], actor, "of no use", "PURGE"), actor)
             if answer is not None and not answer.done:
                 self.world.audit[actor] = (
                     "refused" if answer.failures[0]["code"] != WriterFailed.code else "unknown"
                 )
-            self.world.watches[letter.consumer].touched.add(
-                (letter.topic, letter.partition, letter.offset)
-            )
 
     async def _quarantine(self) -> None:
         group = self.world.watches[self.rng.choice(QUEUES)]

@@ -85,7 +85,7 @@ def _settings(rng: Random, retention_s: float | None) -> Settings:
             tenant_quantum_bytes=rng.choice((4 * KIB, 16 * KIB)),
             pending_max_bytes=rng.choice((64 * KIB, MIB)),
             side_file_bytes=4 * KIB,
-            reserve_bytes=rng.choice((0, 64 * KIB)),
+            reserve_bytes=rng.choice((0, 4 * KIB, 64 * KIB)),
         ),
         sealing=Sealing(
             process=False,

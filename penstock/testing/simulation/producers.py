@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 # Payload sizes: most small, some over the compression and side-file limits of the plan.
 SIZES = (0, 10, 60, 60, 60, 100, 100, 300, 1_000, 5_000, 20_000)
+# What fills a disk up: large pieces as long as they fit, then smaller ones.
+FILLING_BYTES = (60_000, 6_000, 600, 60, 0)
+FILLING_PIECES = 100  # a journal file, its spare and what is left of the disk take fewer
 
 
 class Producer:
@@ -48,9 +51,10 @@ class Producer:
 
     # -- ways to publish -----------------------------------------------------------------------
 
-    def _draw(self, topic: str, *, small: bool = False) -> Sent:
+    def _draw(self, topic: str, *, small: bool = False, size: int | None = None) -> Sent:
         rng = self.rng
-        size = rng.choice(SIZES[:7] if small else SIZES)
+        if size is None:
+            size = rng.choice(SIZES[:7] if small else SIZES)
         filler = rng.randbytes(16) * (size // 16 + 1) if rng.random() < 0.5 else rng.randbytes(size)
         sent = self.oracle.submit(topic, filler[:size])
         if self.world.plan.topics.get(topic, 1) > 1 or rng.random() < 0.5:
@@ -134,7 +138,7 @@ class Producer:
 
     async def _delayed(self) -> None:
         sent = self._draw(self.rng.choice(self.topics), small=True)
-        delay_s = self.rng.choice((0.0, 0.01, 0.5, 3.0, 20.0))
+        delay_s = self.rng.choice((0.0, 0.01, 0.5, 3.0, 20.0, 150.0))
         sent.due_us = self.world.clock.wall_us() + round(delay_s * 1e6)
         if self.rng.random() < 0.3:
             sent.token = f"t{sent.number}"
@@ -173,6 +177,24 @@ class Producer:
                 raise LookupError
         except LookupError:
             self.oracle.settle(sents, REFUSED)
+
+    async def at_once(self) -> None:
+        """Publish large payloads as soon as the bus is open, while it may still be tidying up."""
+        known = [topic for topic in self.topics if topic in self.world.engine.state.topics]
+        for size in SIZES[-2:] if known else ():
+            sent = self._draw(self.rng.choice(known), size=size)
+            call = self.world.bus.publish(sent.topic, sent.payload, **self._options(sent))
+            await self._settle([sent], call, "publish")
+
+    async def fill(self) -> None:
+        """Publish until nothing fits any more, however small."""
+        sizes = list(FILLING_BYTES)
+        for _ in range(FILLING_PIECES):
+            # Two at a time: a large payload alone would not go to the journal.
+            sents = [self._draw("scratch.pad", size=sizes[0]) for _ in range(2)]
+            call = self._publish_many("scratch.pad", sents, None)
+            if await self._settle(sents, call, "publish_many") is None and not sizes.pop(0):
+                return
 
     # -- what came of it -----------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from typing import Any
 from penstock.bus.bus import Bus
 from penstock.engines.embedded import EmbeddedEngine
 from penstock.engines.runtime import Runtime
-from penstock.model.errors import BusClosed
+from penstock.model.errors import BusClosed, Rejected, WriterFailed
 from penstock.model.event import Identity
 from penstock.testing.sim_disk import SimCrash, SimDisk
 from penstock.testing.sim_loop import EPOCH_US, SimClock, SimDeadlock, SimLoop, SimStepLimit, kill
@@ -24,7 +24,7 @@ from penstock.testing.simulation.audience import Checks
 from penstock.testing.simulation.consumers import Consumer, Reader
 from penstock.testing.simulation.cursors import CursorWatch
 from penstock.testing.simulation.damage import Damage
-from penstock.testing.simulation.deliveries import GroupWatch
+from penstock.testing.simulation.deliveries import ACKED, GroupWatch
 from penstock.testing.simulation.faults import Ending, Troubles
 from penstock.testing.simulation.operators import Follower, Operator
 from penstock.testing.simulation.oracle import ABSENT, Finding, Oracle, Sent
@@ -88,6 +88,8 @@ class World:
         self.dead_writer = False
         """An fsync failed in this life: nothing may be accepted any more."""
         self.sync_fails = False
+        self.crashed = False
+        """How the last life ended."""
         self.bus: SimBus
         self.engine: EmbeddedEngine
         self.doubtful: list[Sent] = []
@@ -123,7 +125,7 @@ class World:
                 self.oracle.fail(
                     "stuck", f"{self.life} lives, and only {self.oracle.steps} operations"
                 )
-            self._one_life(Ending.draw(self.rng))
+            self._one_life(Ending.draw(self.rng, relapse=self.sync_fails and not self.crashed))
         self._one_life(Ending("rest"))
 
     def _one_life(self, ending: Ending) -> None:
@@ -142,11 +144,11 @@ class World:
         for cursors in self.cursors.values():
             cursors.began()
         troubles = Troubles(self, ending)
-        crashed = False
+        self.crashed = False
         try:
             self.loop.run_until_complete(self._live(troubles))
         except SimCrash:
-            crashed = True
+            self.crashed = True
         except (SimDeadlock, SimStepLimit) as error:
             raise Finding("stuck", str(error)) from error
         except Finding:
@@ -158,7 +160,7 @@ class World:
             raise Finding("unexpected-error", f"{type(error).__name__}: {error} {where}") from error
         if self._stray is not None:
             raise Finding("stray-error", self._stray)
-        self._end(troubles, crashed)
+        self._end(troubles)
 
     def _stray_error(self, loop: Any, context: dict[str, Any]) -> None:
         error = context.get("exception")
@@ -172,18 +174,17 @@ class World:
         self.disk.power_off()
         kill(self.loop)
 
-    def _end(self, troubles: Troubles, crashed: bool) -> None:
-        if crashed:
-            self.crashes += 1
-        self.disk = troubles.next_disk(crashed)
+    def _end(self, troubles: Troubles) -> None:
+        self.crashes += self.crashed
+        self.disk = troubles.next_disk(self.crashed)
         kill(self.loop)
         self.disk.clock = self.clock
-        closed = not crashed and not self.sync_fails and troubles.closed
+        closed = not self.crashed and not self.sync_fails and troubles.closed
         if closed and self.rng.random() < DAMAGE_SHARE:
             Damage(self, Random(self.rng.random())).strike()
         self.oracle.ended()
         for watch in self.watches.values():
-            watch.ended(polite=not crashed and not self.sync_fails)
+            watch.ended(polite=not self.crashed and not self.sync_fails)
 
     # -- one life ------------------------------------------------------------------------------
 
@@ -202,33 +203,51 @@ class World:
                 )
             self.oracle.note("open failed", type(error).__name__)
             return
+        early = asyncio.ensure_future(self._guard(self._producer(0).at_once()))
         await self.checks.after_recovery()
         self.doubtful += [s for s in self.checks.newly_absent if s.token and s.status == ABSENT]
         for topic, partitions in self.plan.topics.items():
             if topic not in self.engine.state.topics:
                 await self.bus.topics.create(topic, partitions=partitions)
         if troubles.ending.kind == "rest":
+            await early
             await self.checks.at_rest()
             await troubles.close()
             return
         tasks = [asyncio.ensure_future(self._guard(actor.run())) for actor in self._actors()]
+        tasks.append(early)
         await troubles.run()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await troubles.close()
 
+    def _producer(self, number: int) -> Producer:
+        return Producer(self, Random(self.rng.random()), number)
+
     def _actors(self) -> list[Any]:
         def draw() -> Random:
             return Random(self.rng.random())
 
-        actors: list[Any] = [Producer(self, draw(), number) for number in range(6)]
+        actors: list[Any] = [self._producer(number) for number in range(6)]
         for group in self.plan.groups:
             for number in range(group.members):
                 kind: Any = Consumer if group.mode == "queue" else Reader
                 actors.append(kind(self, draw(), group, number))
         actors += [Operator(self, draw()), Follower(self, draw())]
         return actors
+
+    async def flush(self, *watches: GroupWatch) -> bool:
+        """Ask for everything settled so far to be durable, and hold the engine to its answer."""
+        covered = [track for watch in watches for track in watch.flushing()]
+        try:
+            await self.bus.flush()
+        except (BusClosed, WriterFailed, Rejected) as error:
+            self.oracle.counts[f"flush {error.code}"] += 1
+            return False
+        for track in covered:
+            track.durable = track.state == ACKED
+        return True
 
     async def _guard(self, work: Any) -> None:
         """An error that the workload does not expect is a finding."""
