@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from penstock.server.ports import Listening
 
 FOLDER = "./penstock-data"
+# How long one thread may keep the interpreter while others want it. The writer's thread wants it for
+# moments only, and every publish waits for it: Python's 5 ms would show in each of them.
+SWITCH_S = 0.001
 
 
 @leaf("up")
@@ -113,6 +116,7 @@ def _run(invocation: Invocation, folder: Path) -> None:
             output=background,
         ).run()
 
+    sys.setswitchinterval(SWITCH_S)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(serve())

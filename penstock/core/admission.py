@@ -212,6 +212,14 @@ class Admission:
         self._ingress += events
         return ADMITTED
 
+    def peek(self, tenant: str, topic: str, events: int, now_s: float) -> Decision:
+        """What the tenant's own rates say to events whose size is not known yet; takes nothing."""
+        state = self._tenants.get(tenant)
+        if state is None or not state.metered:
+            return ADMITTED
+        refusal = _metered(state, events, 0, now_s, take=False)
+        return ADMITTED if refusal is None else self._refuse(tenant, topic, *refusal)
+
     def admit_replay(self, tenant: str, now_s: float) -> Decision:
         """Let a replay start, or say why not."""
         state = self._tenants.get(tenant) or self._remember(tenant, now_s)
@@ -347,7 +355,7 @@ class Admission:
 
 
 def _metered(
-    state: _Tenant, events: int, size_bytes: int, now_s: float
+    state: _Tenant, events: int, size_bytes: int, now_s: float, *, take: bool = True
 ) -> tuple[Kind, str, float] | None:
     """Check rates and storage, and take from the buckets only when all of them agree."""
     quota = state.limits.storage_bytes
@@ -365,7 +373,7 @@ def _metered(
             return "dropped", name, 0.0
         if wait_s > 0 and (worst is None or wait_s > worst[2]):
             worst = ("throttled", name, wait_s)
-    if worst is None:
+    if worst is None and take:
         if state.by_events is not None:
             state.by_events.take(events)
         if state.by_bytes is not None:

@@ -78,6 +78,8 @@ class QueueGroup:
         self._checks: list[tuple[float, int]] = []
         self._dying: dict[tuple[Lane, int], int] = {}
         self._gate = KeyGate() if spec.order == "key" else None
+        self.blind = self._gate is None
+        """Whether events are handed out as they come, whatever their keys and priorities."""
         self._priorities = Priorities()
         self._absent = Member("", 0)
         """Holds what was leased before a crash, until its holder is back or its time is up."""
@@ -93,7 +95,8 @@ class QueueGroup:
     def arrived(self, lane: Lane, end: int, *, prioritised: bool = False) -> None:
         """Events up to `end` may be handed out."""
         lane.end = max(lane.end, end)
-        lane.prioritised = lane.prioritised or prioritised
+        if prioritised:
+            lane.prioritised, self.blind = True, False
         self._queue(lane)
 
     def _queue(self, lane: Lane) -> None:
@@ -131,6 +134,24 @@ class QueueGroup:
         self._dirty[lease.fence] = lease
         self._close(lease, index, ACKED)
         self._settled(lease.lane, lease.start + index)
+
+    def ack_run(self, lease: Lease, start: int, stop: int, now: float) -> bool:
+        """Ack neighbours of one lease at once; False, and nothing done, when one needs a closer look."""
+        count, deadlines = stop - start, lease.deadlines
+        if (
+            self._gate is not None
+            or lease.states.count(OUT, start, stop) < count
+            or min(deadlines[start:stop], default=now + 1) <= now
+        ):
+            return False
+        lease.dirty += range(start, stop)
+        self._dirty[lease.fence] = lease
+        lease.states[start:stop] = bytes((ACKED,)) * count
+        lease.open -= count
+        lease.member.inflight -= count
+        if not lease.open:
+            self._drop(lease)
+        return True
 
     def ack_now(self, lease: Lease, index: int, now: float) -> Acked:
         """The same, for a transaction: the entry is returned instead of waiting for `drain`."""
@@ -402,8 +423,11 @@ class QueueGroup:
         lease.open -= 1
         lease.member.inflight -= 1
         if not lease.open:
-            del self.leases[lease.fence]
-            lease.member.leases.pop(lease.fence, None)
+            self._drop(lease)
+
+    def _drop(self, lease: Lease) -> None:
+        del self.leases[lease.fence]
+        lease.member.leases.pop(lease.fence, None)
 
     def _fail(
         self, lease: Lease, index: int, state: int, now: float, delay_s: float | None, reason: str

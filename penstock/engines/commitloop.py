@@ -70,6 +70,7 @@ class CommitLoop:
         source: Source,
         runtime: Runtime,
         settings: Settings,
+        laid: Callable[[list[Placed]], None],
         committed: Callable[[Taken], None],
     ) -> None:
         self.failed: PenstockError | None = None
@@ -81,6 +82,7 @@ class CommitLoop:
         self._source = source
         self._runtime = runtime
         self._settings = settings
+        self._laid = laid
         self._committed = committed
         self._pending = Pending()
         self._wake = asyncio.Event()
@@ -235,10 +237,8 @@ class CommitLoop:
         taken = Taken(commit)
         if self._source.has_news():
             taken.drained = self._journal.fits(commit, self._source.news_bytes(), reserve=True)
-        if taken.drained and self._source.has_news():
-            entries, taken.leases = self._source.drain()
-            if entries:
-                commit.add(CONTROL, [encode_entries(entries)])
+            if taken.drained:
+                self._drain(taken)
         if self._pending:
             before = len(commit)
             # Without room for what was settled there is none for new events either.
@@ -257,7 +257,22 @@ class CommitLoop:
                 # Some have their offsets already: nothing after them can be true any more.
                 self._fail(chosen, WriterFailed(f"a commit could not be laid out: {error!r}"))
                 raise
+            self._lease_at_once(taken)
         return taken
+
+    def _lease_at_once(self, taken: Taken) -> None:
+        """Members that wait get leases in the commit of the events themselves, where there is room."""
+        self._laid(taken.placed)
+        if self._source.has_news() and self._journal.fits(
+            taken.commit, self._source.news_bytes(), reserve=True
+        ):
+            self._drain(taken)
+
+    def _drain(self, taken: Taken) -> None:
+        entries, leases = self._source.drain()
+        taken.leases += leases
+        if entries:
+            taken.commit.add(CONTROL, [encode_entries(entries)])
 
     def _checked(self, submissions: list[Submission]) -> Iterator[Submission]:
         """Leave out transactions that lost their leases: while they waited, or to one before them."""

@@ -20,6 +20,7 @@ import msgspec
 
 from penstock.core.admission import Admission
 from penstock.core.catalogue import RouteCatalogue
+from penstock.core.delivery import QueueGroup
 from penstock.core.entry import TopicGone
 from penstock.core.quota import AdmissionLimits
 from penstock.core.state import DeadLetterEntry
@@ -33,7 +34,7 @@ from penstock.engines.engine import Draft, LogFeed, QueueFeed, Request, Subscrib
 from penstock.engines.groups import Groups
 from penstock.engines.housekeeping import Housekeeper
 from penstock.engines.intake import Intake
-from penstock.engines.layout import Layout
+from penstock.engines.layout import Layout, Placed
 from penstock.engines.logreader import LogGroup
 from penstock.engines.reading import event_at, stored_batches
 from penstock.engines.runtime import Runtime
@@ -138,8 +139,9 @@ class EmbeddedEngine:
             bury=self.graveyard.bury,
         )
         self.commits = CommitLoop(
-            self.journal, layout, self.dispatcher, self.runtime, self.settings, self._committed
-        )
+            self.journal, layout, self.dispatcher, self.runtime, self.settings, self._laid,
+            self._committed,
+        )  # fmt: skip
         self.brake = Brake(self.runtime, self.settings.sealing)
         self.groups = Groups(self)
         self.timekeeper = Timekeeper(self)
@@ -215,6 +217,20 @@ class EmbeddedEngine:
     def _mention(self) -> None:
         self.commits.mention()
 
+    def _laid(self, placed: list[Placed]) -> None:
+        """Events have their offsets: groups that need not look into them may lease them out."""
+        foreseen: dict[str, QueueGroup] = {}
+        for batch, _, _, _ in placed:
+            if batch.priority is not None:
+                continue
+            for reader in self.groups.readers_of(batch.topic):
+                if isinstance(reader, QueueGroup) and reader.blind:
+                    place = (batch.topic, batch.partition)
+                    self.dispatcher.arrived(reader, place, batch.end_offset, False)
+                    foreseen[reader.name] = reader
+        for group in foreseen.values():
+            self.dispatcher.pump(group)
+
     def _committed(self, taken: Taken) -> None:
         """A commit is durable: let readers see it and members have it."""
         touched: dict[int, Any] = {}
@@ -234,7 +250,7 @@ class EmbeddedEngine:
         for reader in touched.values():
             if isinstance(reader, LogGroup):
                 reader.arrived()
-            else:
+            elif not reader.blind:  # the others were served when the commit was taken
                 self.dispatcher.pump(reader)
         self.dispatcher.deliver(taken.leases)
         if taken.commit.roll is not None:

@@ -75,6 +75,14 @@ class LeasedBatch:
         self.group.ack(self.lease, index + self.shift, self.now())
         self._touched(self.group)
 
+    def ack_run(self, run: range) -> bool:
+        """Neighbours are done; False, and nothing done, when each needs a look of its own."""
+        start = run.start + self.shift
+        acked = self.group.ack_run(self.lease, start, start + len(run), self.now())
+        if acked:
+            self._touched(self.group)
+        return acked
+
     def nack(self, index: int, delay_s: float | None, reason: str) -> None:
         """Again, later."""
         self.group.nack(self.lease, index + self.shift, self.now(), delay_s, reason)

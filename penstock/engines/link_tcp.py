@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Callable
+from typing import cast
 
 from penstock.engines.outbox import Outbox, keep_alive
 from penstock.model.errors import (
@@ -128,10 +129,10 @@ class TcpLink(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Connected: negotiate."""
-        assert isinstance(transport, asyncio.Transport)
         keep_alive(transport.get_extra_info("socket"))
-        self._transport = transport
-        self._outbox = Outbox(asyncio.get_running_loop(), transport)
+        # uvloop's transports do not derive from asyncio's.
+        self._transport = cast(asyncio.Transport, transport)
+        self._outbox = Outbox(asyncio.get_running_loop(), self._transport)
         self._outbox.put([offer(self._offered)])
 
     def get_buffer(self, sizehint: int) -> memoryview:

@@ -239,11 +239,10 @@ class Journal:
                 parts += encode_frame(
                     kind, body, position=position, durable=commit.durable, epoch=self.epoch
                 )
-            self._file.append(parts)
+            (self._file.append_durably if sync else self._file.append)(parts)
             self._file_bytes += len(commit)
             self.written_bytes += len(commit)
             if sync:
-                self._file.sync()
                 self.durable = commit.end
                 self._watermark.publish(commit.end, self.epoch)
         except OSError as error:

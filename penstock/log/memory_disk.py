@@ -51,6 +51,10 @@ class MemoryFile:
                 start += len(part)
         self._end = end
 
+    def append_durably(self, parts: Sequence[Bytes]) -> None:
+        self.append(parts)
+        self.sync()
+
     def write_at(self, offset: int, data: Bytes) -> None:
         self._need(2)
         if not data:

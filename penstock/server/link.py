@@ -23,6 +23,10 @@ class Link(Protocol):
         """Bytes queued and not yet taken by the operating system."""
         ...
 
+    def rest(self, seconds: float) -> None:
+        """Read nothing from the client for a while, where it has a connection to itself."""
+        ...
+
     def close(self) -> None:
         """Send what is queued, then end the connection."""
         ...

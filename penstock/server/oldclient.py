@@ -63,6 +63,10 @@ class Wire(Protocol):
         """Stop or go on reading from the client."""
         ...
 
+    def rest(self, seconds: float) -> None:
+        """Read nothing from the client for a while."""
+        ...
+
 
 class OldClient:
     """One such client; for the broker it is a link like any other."""
@@ -206,6 +210,10 @@ class OldClient:
         elif frame.kind == Kind.STOPPED:
             stopped: say.Feed = say.decode(frame.meta, say.Feed)
             self._notice(0, stopped.fault or say.Fault("closed", "the subscription has ended"))
+
+    def rest(self, seconds: float) -> None:
+        """Read nothing from the client for a while."""
+        self._wire.rest(seconds)
 
     def pending_bytes(self) -> int:
         """Bytes queued and not yet taken by the operating system."""

@@ -101,6 +101,9 @@ class QueueOutlet:
         self._hand(leased, min(settlement.handed, leased.batch.count))
         acked = nacked = rejected = extended = 0
         for run in _runs(settlement.acks, leased.batch.count):
+            if 0 <= run.start < run.stop <= leased.batch.count and leased.ack_run(run):
+                acked += len(run)
+                continue
             for index in run:
                 acked += self._try(number, leased, index, leased.ack, index)
         most = MOST_CALLS * leased.batch.count
@@ -131,8 +134,10 @@ class QueueOutlet:
         """The consumer was given events: their leases run from now."""
         lease, shift = leased.lease, leased.shift
         deadline = leased.now() + leased.group.spec.lease_s
-        for index in range(max(shift, len(lease.deadlines)), shift + count):
-            lease.hand(index, deadline)
+        first = max(shift, len(lease.deadlines))
+        if first < shift + count:
+            lease.hand(first, deadline)
+            lease.deadlines += [deadline] * (shift + count - first - 1)
 
     def _try(self, number: int, leased: LeasedBatch, index: int, call: Any, *args: Any) -> bool:
         if not 0 <= index < leased.batch.count:

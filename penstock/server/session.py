@@ -143,6 +143,11 @@ class Session:
         if self.link is not None:
             self.link.send(frame)
 
+    def rest(self, seconds: float) -> None:
+        """Read nothing from the client for a while, if there is a connection."""
+        if self.link is not None:
+            self.link.rest(seconds)
+
     async def room(self) -> None:
         """Wait until there is a connection that takes more."""
         if self.link is not None and self.link.pending_bytes() > self._broker.send_buffer_bytes:

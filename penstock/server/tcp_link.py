@@ -11,7 +11,7 @@ import asyncio
 import ipaddress
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from penstock.engines.outbox import Outbox, keep_alive
 from penstock.model.errors import PenstockError, ProtocolViolation
@@ -107,6 +107,7 @@ class TcpLink(asyncio.BufferedProtocol):
         self._discarded_bytes = 0
         self._reason = ""
         self._timer: asyncio.TimerHandle | None = None
+        self._resting: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
         self._outbox: Outbox
@@ -115,8 +116,8 @@ class TcpLink(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A client is there."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's transports do not derive from asyncio's.
+        self._transport = transport = cast(asyncio.Transport, transport)
         self._outbox = Outbox(self._loop, transport)
         self.peer, self.loopback = _peer(transport)
         keep_alive(transport.get_extra_info("socket"))
@@ -150,8 +151,9 @@ class TcpLink(asyncio.BufferedProtocol):
         self._server.links.discard(self)
         self._ending = True
         self._outbox.clear()
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._resting):
+            if timer is not None:
+                timer.cancel()
         self._reason = self._reason or (str(exc) if exc else "the connection was closed")
         self._lose()
 
@@ -192,6 +194,16 @@ class TcpLink(asyncio.BufferedProtocol):
         self._outbox.clear()
         self._transport.abort()
 
+    def rest(self, seconds: float) -> None:
+        """Read nothing from the client for a while: what it sends meanwhile comes in larger frames."""
+        if self._resting is None and not self._ending:
+            self._resting = self._loop.call_later(seconds, self._rested)
+            self.hold(True)
+
+    def _rested(self) -> None:
+        self._resting = None
+        self.hold(False)
+
     # -- what an old client calls --------------------------------------------------------------
 
     def write(self, data: bytes) -> None:
@@ -210,7 +222,12 @@ class TcpLink(asyncio.BufferedProtocol):
 
     def hold(self, stop: bool) -> None:
         """Stop or go on reading from the client."""
-        stop = stop or self._greeting or self._unanswered_bytes > UNANSWERED_BYTES
+        stop = (
+            stop
+            or self._greeting
+            or self._resting is not None
+            or self._unanswered_bytes > UNANSWERED_BYTES
+        )
         if stop == self.holding or self._ending:
             return
         self.holding = stop

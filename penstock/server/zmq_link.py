@@ -90,6 +90,9 @@ class RouterLink:
                 self._unanswered_bytes += frame.size_bytes
         self.connection.received(frame)
 
+    def rest(self, seconds: float) -> None:
+        """All clients share one socket: none can be made to wait alone."""
+
     def pending_bytes(self) -> int:
         """Bytes queued and not yet taken by the operating system."""
         return self._outbox.pending_bytes()

@@ -77,6 +77,10 @@ class SimFile:
         if self._end < start + len(data):
             raise os_error(errno.ENOSPC)
 
+    def append_durably(self, parts: Sequence[Bytes]) -> None:
+        self.append(parts)
+        self.sync()
+
     def write_at(self, offset: int, data: Bytes) -> None:
         self._need(write=True)
         if self._disk.put(self._inode, offset, bytes(data)) < len(data):

@@ -143,6 +143,9 @@ class Wire:
     def pending_bytes(self) -> int:
         return 0
 
+    def rest(self, seconds: float) -> None:
+        pass
+
     def close(self) -> None:
         if not self.closed:
             self.closed = True

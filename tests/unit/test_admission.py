@@ -72,6 +72,19 @@ def test_the_lane_picks_the_queue_limit() -> None:
     assert verdict(publish(admission, 4097, lane="direct")) == ("dropped", "max_queued_direct")
 
 
+def test_a_peek_refuses_what_is_over_the_rate_and_takes_nothing() -> None:
+    admission = tenant(events_per_s=10.0, burst_s=1.0)
+    assert admission.peek("acme", "orders", 1_000, 0.0) is ADMITTED  # not met yet
+    assert publish(admission, 6) is ADMITTED
+    for _ in range(3):
+        assert admission.peek("acme", "orders", 4, 0.0) is ADMITTED
+    refusal = admission.peek("acme", "orders", 5, 0.0)
+    assert verdict(refusal) == ("throttled", "events_per_s")
+    assert refusal.retry_after_s == pytest.approx(0.1)
+    assert admission.counters["throttled", "events_per_s", "acme"] == 1
+    assert publish(admission, 4) is ADMITTED
+
+
 def test_the_global_ingress_ends_exactly_at_its_limit() -> None:
     admission = Admission(AdmissionLimits(max_per_topic_queue=None))
     assert publish(admission, 8000) is ADMITTED

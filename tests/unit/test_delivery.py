@@ -94,6 +94,32 @@ def test_one_long_backoff_delays_nobody_else() -> None:
     assert offsets(handed(machine, 3_600.0)) == [0]
 
 
+def test_neighbours_are_acked_at_once_unless_one_of_them_needs_a_look() -> None:
+    machine = group(10)
+    lease = machine.dispatch(0.0)[0]
+    for index in range(10):
+        lease.hand(index, 5.0 if index == 8 else 30.0)
+    assert machine.ack_run(lease, 2, 5, 1.0)
+    assert not machine.ack_run(lease, 4, 7, 1.0)  # one is acked already
+    assert not machine.ack_run(lease, 7, 10, 6.0)  # the lease on one has run out
+    assert lease.open == machine.members["worker"].inflight == 7
+    assert machine.ack_run(lease, 5, 8, 6.0)
+    acked = [entry for entry in machine.drain() if isinstance(entry, Acked)]
+    assert [entry.runs for entry in acked] == [[2, 6]]
+    assert machine.ack_run(lease, 0, 2, 1.0)
+    assert machine.ack_run(lease, 8, 10, 1.0)
+    assert not machine.leases
+    assert not machine.members["worker"].leases
+
+
+def test_neighbours_of_a_keyed_group_are_acked_one_by_one() -> None:
+    machine = group(4, order="key")
+    machine.peek_keys = lambda lane, start, count: [b"k"] * count
+    lease = machine.dispatch(0.0)[0]
+    assert not machine.ack_run(lease, 0, lease.count, 1.0)
+    assert lease.open == lease.count
+
+
 def test_a_lease_expires_and_its_late_ack_is_refused() -> None:
     machine = group(1, lease_s=5.0)
     ((lease, index),) = handed(machine, 0.0)
