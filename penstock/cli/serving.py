@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import resource
@@ -76,6 +77,9 @@ class Serving:
                 if not await self._start(daemon):
                     log.info("stopped before it was ready")
                     return
+                # What is there now stays: the collector need not look at it while clients wait.
+                gc.collect()
+                gc.freeze()
                 self._publish(daemon, time.monotonic() - began)
                 failure = await self._wait(daemon)
                 await self._stop(daemon, failure)

@@ -24,7 +24,7 @@ def side_path(token: bytes) -> str:
 
 
 # Synced in one go: a commit that comes meanwhile waits for the disk no longer than this takes.
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 512 << 10
 
 
 def detach(batch: EventBatch) -> tuple[str, Bytes]:

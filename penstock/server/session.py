@@ -175,25 +175,31 @@ class Session:
                 raise ProtocolViolation(f"a client does not send frames of kind {frame.kind}")
             if len(self._working) >= MAX_KEPT_ANSWERS:
                 raise ProtocolViolation(f"more than {MAX_KEPT_ANSWERS} requests without an answer")
-            work = asyncio.create_task(self._work(handler, frame))
+            work = asyncio.create_task(self._work(handler, [frame], frame.size_bytes))
             self._working[frame.request] = work
             if frame.kind == Kind.FETCH:
                 self._patient.add(work)
                 work.add_done_callback(self._patient.discard)
 
-    async def _work(self, handler: Callable[[Frame], Awaitable[Frame]], frame: Frame) -> None:
+    async def _work(
+        self, handler: Callable[[Frame], Awaitable[Frame]], held: list[Frame], size_bytes: int
+    ) -> None:
+        frame = held[0]
+        kind, request = frame.kind, frame.request
         try:
             answer = await handler(frame)
         except PenstockError as error:
-            answer = Frame(Kind.FAULT, frame.request, encode(to_fault(error)))
-            self._broker.failed(frame.kind, error)
+            answer = Frame(Kind.FAULT, request, encode(to_fault(error)))
+            self._broker.failed(kind, error)
         except Exception as error:
-            log.exception("request failed", extra={"session": self.id, "kind": frame.kind})
-            answer = Frame(Kind.FAULT, frame.request, encode(to_fault(error)))
-        self._working.pop(frame.request, None)
-        if frame.kind != Kind.READ and self.hello.resumable:  # asked again, it reads again
+            log.exception("request failed", extra={"session": self.id, "kind": kind})
+            answer = Frame(Kind.FAULT, request, encode(to_fault(error)))
+        self._working.pop(request, None)
+        if kind != Kind.READ and self.hello.resumable:  # asked again, it reads again
             self._answers.keep(answer)
         self.send(answer)
+        del frame
+        self._broker.fastpath.drop(held, size_bytes)
 
     def _beat(self, beat: say.Beat) -> None:
         if self.heard_at - self._beats_since_s > 1.0:

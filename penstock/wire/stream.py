@@ -6,9 +6,8 @@ is refused from these five bytes alone. docs/reference/protocol.md has the rest.
 
 from __future__ import annotations
 
+import mmap
 import struct
-
-import numpy as np
 
 from penstock.model.compressor import bounded_decompress, compressors
 from penstock.model.errors import DecodeFailed, ProtocolViolation, UnknownCompressor
@@ -43,8 +42,6 @@ SCRATCH_BYTES = 256 << 10
 # An unfinished message up to this size is copied back into the scratch for the next read; a larger
 # one gets memory of its own, and the socket fills it without a copy.
 SMALL_BYTES = 16 << 10
-# What an unfinished message gets at once; more only as it really arrives, whatever it claims.
-EAGER_BYTES = 1 << 20
 
 
 Message = tuple[int, Bytes]
@@ -81,10 +78,15 @@ class StreamReader:
         """Whether part of a message has arrived and the rest has not."""
         return self._own is not None or bool(self._rest)
 
+    @property
+    def large(self) -> bool:
+        """Whether a large message is on its way."""
+        return self._own is not None
+
     def space(self) -> memoryview:
         """Where the next bytes belong; use it before any other reader of the same scratch does."""
         if self._own is not None:
-            return self._own[self._filled :]
+            return self._own[self._filled : self._filled + SCRATCH_BYTES]
         kept = len(self._rest)
         if kept:
             self._scratch[:kept] = self._rest
@@ -136,7 +138,8 @@ class StreamReader:
     def _begin_own(self, command: int, size: int, arrived: memoryview) -> None:
         self._rest = b""
         self._command, self._size, self._filled = command, size, len(arrived)
-        self._own = _memory(min(size, EAGER_BYTES))
+        # Anonymous memory: the system gives each page when something arrives in it.
+        self._own = memoryview(mmap.mmap(-1, size))
         self._own[: len(arrived)] = arrived
 
     def _fill_own(self, count: int) -> list[Message]:
@@ -146,9 +149,6 @@ class StreamReader:
         if self._filled == self._size:
             self._own = None
             return [(self._command, own)]
-        if self._filled == len(own):
-            self._own = _memory(min(self._size, 2 * len(own)))
-            self._own[: len(own)] = own
         return []
 
     def _refuse(self, command: int, size: int) -> None:
@@ -159,11 +159,6 @@ class StreamReader:
             size_bytes=size,
             limit_bytes=self.limit_bytes,
         )
-
-
-def _memory(size_bytes: int) -> memoryview:
-    """Memory that nobody has written zeros into."""
-    return np.empty(size_bytes, dtype=np.uint8).data
 
 
 def encode_message(command: int, body: Bytes) -> bytes:
