@@ -187,8 +187,9 @@ class QueueGroup:
 
     def buried(self, lane: Lane, offset: int) -> None:
         """A doomed event is stored among the dead letters."""
-        self._dying.pop((lane, offset), None)
-        self._settled(lane, offset)
+        # After a reset it may be out again: what became of it before must not let its key go on.
+        if self._dying.pop((lane, offset), None) is not None:
+            self._settled(lane, offset)
 
     def withdraw(self, lane: Lane, offset: int) -> None:
         """An event is settled by an operator: whoever holds it may no longer settle it."""

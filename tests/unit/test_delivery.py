@@ -120,6 +120,18 @@ def test_neighbours_of_a_keyed_group_are_acked_one_by_one() -> None:
     assert lease.open == lease.count
 
 
+def test_a_burial_from_before_a_reset_does_not_let_the_key_go_on() -> None:
+    """Found by the simulator, seed 202: the burial had waited for room on a full disk."""
+    machine = group(3, order="key")
+    machine.peek_keys = lambda lane, start, count: [b"k"] * count
+    lane = machine.lanes["orders", 0]
+    machine.reject(*handed(machine, 0.0)[0], 1.0)
+    machine.reset(lane, 0)
+    assert offsets(handed(machine, 2.0)) == [0]
+    machine.buried(lane, 0)
+    assert handed(machine, 3.0) == []
+
+
 def test_a_lease_expires_and_its_late_ack_is_refused() -> None:
     machine = group(1, lease_s=5.0)
     ((lease, index),) = handed(machine, 0.0)
