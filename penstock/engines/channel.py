@@ -285,7 +285,8 @@ class Channel:
 
     def _resume(self, welcome: say.Welcome, before: say.Welcome | None) -> None:
         same = before is not None and welcome.session == before.session
-        earlier = list(self._calls.items())
+        # A feed that is still to be opened comes before what is asked of it, whatever was first.
+        earlier = sorted(self._calls.items(), key=lambda each: each[1].frame.kind != Kind.SUBSCRIBE)
         self.welcome = welcome
         self._heard_at = asyncio.get_running_loop().time()
         assert self._link is not None

@@ -138,8 +138,12 @@ class StreamReader:
     def _begin_own(self, command: int, size: int, arrived: memoryview) -> None:
         self._rest = b""
         self._command, self._size, self._filled = command, size, len(arrived)
-        # Anonymous memory: the system gives each page when something arrives in it.
-        self._own = memoryview(mmap.mmap(-1, size))
+        try:
+            # Anonymous memory: the system gives each page when something arrives in it.
+            self._own = memoryview(mmap.mmap(-1, size))
+        except OSError as error:
+            self.broken = ProtocolViolation(f"no memory for a message of {size} bytes ({error})")
+            return
         self._own[: len(arrived)] = arrived
 
     def _fill_own(self, count: int) -> list[Message]:

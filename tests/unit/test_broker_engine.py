@@ -11,6 +11,7 @@ import penstock
 from penstock import errors
 from penstock.core.entry import GroupSpec
 from penstock.engines.broker import BrokerEngine
+from penstock.engines.channel import Channel
 from penstock.engines.engine import Subscribe
 from penstock.engines.remote_delivery import RemoteQueue
 from penstock.model.batch import EventBatch
@@ -45,6 +46,30 @@ class Wire:
 
     def join(self, adopted: dict[int, list[int]]) -> None:
         self.answer.set_result(Frame(Kind.RESULT, 1, say.encode(say.Joined(adopted))))
+
+
+class Sent:
+    """In place of a connection: notes what is sent."""
+
+    def __init__(self) -> None:
+        self.kinds: list[int] = []
+
+    def send(self, frame: Frame) -> None:
+        self.kinds.append(frame.kind)
+
+
+async def test_a_feed_is_opened_before_it_is_asked_again() -> None:
+    """The broker died twice, the second time before it had answered our Subscribe."""
+    settings = load(None, {}, {})
+    channel = Channel(lambda: None, settings.client, say.Hello("c"))  # type: ignore[arg-type, return-value]
+    channel.renewed = lambda: None
+    wire = channel._link = Sent()  # type: ignore[assignment]
+    before = channel.welcome = say.Welcome("s", "b1")
+    channel.begin(Kind.FETCH, say.Feed(1), again=True)
+    channel.begin(Kind.SUBSCRIBE, say.Feed(1), again=True)
+    wire.kinds.clear()
+    channel._resume(say.Welcome("s", "b2"), before)
+    assert wire.kinds == [Kind.SUBSCRIBE, Kind.FETCH]
 
 
 class Client:

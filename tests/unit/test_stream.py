@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import struct
@@ -13,11 +14,11 @@ from hypothesis import strategies as st
 
 from penstock.model.compressor import compressors
 from penstock.model.errors import ProtocolViolation
+from penstock.wire import stream as stream_module
 from penstock.wire.frame import BODY_HEAD, Frame, Kind, Mark
 from penstock.wire.stream import (
     COMPRESS_MIN_BYTES,
     COMPRESSORS,
-    EAGER_BYTES,
     SCRATCH_BYTES,
     SMALL_BYTES,
     StreamReader,
@@ -46,6 +47,12 @@ frames = st.builds(
     st.sampled_from([int(mark) for mark in Mark]),
 )
 compressor_numbers = st.integers(0, len(COMPRESSORS) - 1)
+
+
+def resident_bytes() -> int:
+    """What this process has in memory."""
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 def stream_of(frames: list[Frame], compressor: int = 0) -> bytes:
@@ -103,7 +110,7 @@ def test_a_frame_owns_its_bytes() -> None:
 
 
 def test_a_large_frame_grows_as_it_arrives() -> None:
-    part = os.urandom(3 * EAGER_BYTES + 17)
+    part = os.urandom(3 * SCRATCH_BYTES + 17)
     stream = stream_of([Frame(Kind.PUBLISH, 1, b"", (part,)), Frame(Kind.BYE, 0, b"")])
     reader = StreamReader(LIMIT_BYTES)
     found = read_all(reader, [stream[at : at + 100_000] for at in range(0, len(stream), 100_000)])
@@ -122,17 +129,26 @@ def test_a_claim_of_4_gb_is_refused_from_its_head() -> None:
 
 
 def test_a_claim_within_the_limit_costs_what_arrives() -> None:
-    limit = 1 << 31
-    tracemalloc.start()
-    try:
-        readers = [StreamReader(limit, bytearray(SCRATCH_BYTES)) for _ in range(4)]
-        before, _ = tracemalloc.get_traced_memory()
-        for reader in readers:
-            reader.feed(struct.pack("<BI", Kind.PUBLISH, limit - 1) + b"some")
-        after, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert max(after, peak) - before <= len(readers) * (EAGER_BYTES + 10_000)
+    limit = 1 << 30
+    readers = [StreamReader(limit, bytearray(SCRATCH_BYTES)) for _ in range(4)]
+    for reader in readers:
+        reader.feed(stream_of([Frame(Kind.BYE, 0, b"")]))
+    before = resident_bytes()
+    for reader in readers:
+        reader.feed(struct.pack("<BI", Kind.PUBLISH, limit - 1) + b"some")
+        assert reader.large
+    assert resident_bytes() - before <= len(readers) * SCRATCH_BYTES
+
+
+def test_a_claim_that_no_memory_is_left_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    monkeypatch.setattr(stream_module.mmap, "mmap", full)
+    reader = StreamReader(LIMIT_BYTES)
+    assert reader.feed(struct.pack("<BI", Kind.PUBLISH, 100_000) + b"some") == []
+    assert isinstance(reader.broken, ProtocolViolation)
+    assert "no memory" in str(reader.broken)
 
 
 @settings(max_examples=300, deadline=None)
