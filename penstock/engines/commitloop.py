@@ -253,11 +253,11 @@ class CommitLoop:
             taken.submissions = chosen
             try:
                 taken.placed = self._layout.lay(self._checked(chosen), commit, now_us)
+                self._lease_at_once(taken)
             except Exception as error:
                 # Some have their offsets already: nothing after them can be true any more.
                 self._fail(chosen, WriterFailed(f"a commit could not be laid out: {error!r}"))
                 raise
-            self._lease_at_once(taken)
         return taken
 
     def _lease_at_once(self, taken: Taken) -> None:

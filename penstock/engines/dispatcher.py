@@ -41,7 +41,8 @@ class Dispatcher:
         self._new_leases: list[Lease] = []
         self._news: dict[str, QueueGroup] = {}
         self._soon: set[str] = set()
-        self._alarms: dict[str, asyncio.TimerHandle] = {}
+        self._alarms: dict[str, tuple[float, asyncio.TimerHandle]] = {}
+        """When each machine is to be looked at again; handles of uvloop do not say it themselves."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._owner: dict[int, QueueGroup] = {}
 
@@ -59,9 +60,8 @@ class Dispatcher:
         """A group is gone: its members hear why."""
         self.groups.pop(name, None)
         self._news.pop(name, None)
-        alarm = self._alarms.pop(name, None)
-        if alarm is not None:
-            alarm.cancel()
+        if name in self._alarms:
+            self._alarms.pop(name)[1].cancel()
         for (group, member), inbox in list(self._inboxes.items()):
             if group == name:
                 inbox.stop(error)
@@ -153,13 +153,13 @@ class Dispatcher:
             self._arm(group, due)
 
     def _arm(self, group: QueueGroup, due: float) -> None:
-        alarm = self._alarms.get(group.name)
-        if alarm is not None:
-            if not alarm.cancelled() and alarm.when() <= due:
+        if group.name in self._alarms:
+            earlier, alarm = self._alarms[group.name]
+            if earlier <= due:
                 return
             alarm.cancel()
         loop = asyncio.get_running_loop()
-        self._alarms[group.name] = loop.call_at(due, self._ring, group)
+        self._alarms[group.name] = (due, loop.call_at(due, self._ring, group))
 
     def _ring(self, group: QueueGroup) -> None:
         self._alarms.pop(group.name, None)
@@ -336,7 +336,7 @@ class Dispatcher:
 
     async def close(self, error: PenstockError) -> None:
         """Stop all members and machines."""
-        for alarm in self._alarms.values():
+        for _, alarm in self._alarms.values():
             alarm.cancel()
         self._alarms.clear()
         for inbox in list(self._inboxes.values()):
