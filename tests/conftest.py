@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -14,7 +13,6 @@ import pytest_asyncio
 
 import penstock
 from penstock.engines.embedded import EmbeddedEngine
-from penstock.engines.runtime import Runtime
 from penstock.log.disk import Disk
 from penstock.log.journal import Journal
 from penstock.log.memory_disk import MemoryDisk
@@ -22,7 +20,7 @@ from penstock.log.recovery import FOLDERS, open_for_writing
 from penstock.model.loader import load
 from penstock.model.settings import Settings
 from penstock.testing.sim_disk import SimCrash, SimDisk
-from penstock.testing.sim_loop import SimClock, SimLoop, kill
+from penstock.testing.sim_loop import LoopRuntime, SimClock, SimLoop, kill
 
 # Small files, no process of its own, little grace: everything happens, and soon.
 SMALL = {
@@ -120,16 +118,12 @@ def hashes(root: Path) -> dict[str, str]:
     }
 
 
-class ClockRuntime(Runtime):
+class ClockRuntime(LoopRuntime):
     """A runtime whose wall clock a test sets."""
 
     def __init__(self, wall_us: Callable[[], int]) -> None:
         super().__init__()
         self.wall_us = wall_us  # type: ignore[method-assign]
-
-    async def write(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Through the loop, which under virtual time knows that it has to wait."""
-        return await asyncio.get_running_loop().run_in_executor(None, function, *args)
 
 
 class World:

@@ -14,9 +14,11 @@ import heapq
 import itertools
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from penstock.engines.runtime import Args, Runtime
 from penstock.testing.sim_disk import SimCrash
 
 if TYPE_CHECKING:
@@ -66,6 +68,23 @@ class SimFuture(asyncio.Future[T]):
 
     def __hash__(self) -> int:
         return self.number
+
+
+class LoopRuntime(Runtime):
+    """A runtime whose threads are the loop's: under virtual time nothing may happen beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lane = ThreadPoolExecutor(1, "penstock-lane")
+
+    async def write(self, function: Callable[[*Args], T], *args: *Args) -> T:
+        """One after another, as the writer's own thread would."""
+        return await asyncio.get_running_loop().run_in_executor(self._lane, function, *args)
+
+    def close(self) -> None:
+        """Let the threads end."""
+        super().close()
+        self._lane.shutdown()
 
 
 class SimLoop(asyncio.BaseEventLoop):

@@ -15,11 +15,18 @@ from typing import Any
 
 from penstock.bus.bus import Bus
 from penstock.engines.embedded import EmbeddedEngine
-from penstock.engines.runtime import Runtime
 from penstock.model.errors import BusClosed, Rejected, WriterFailed
 from penstock.model.event import Identity
 from penstock.testing.sim_disk import SimCrash, SimDisk
-from penstock.testing.sim_loop import EPOCH_US, SimClock, SimDeadlock, SimLoop, SimStepLimit, kill
+from penstock.testing.sim_loop import (
+    EPOCH_US,
+    LoopRuntime,
+    SimClock,
+    SimDeadlock,
+    SimLoop,
+    SimStepLimit,
+    kill,
+)
 from penstock.testing.simulation.audience import Checks
 from penstock.testing.simulation.consumers import Consumer, Reader
 from penstock.testing.simulation.cursors import CursorWatch
@@ -36,7 +43,7 @@ HANG_S = 8.0  # a publish takes milliseconds, and a slow disk seconds
 MAX_LIVES = 400  # a seed that needs more is not getting anywhere
 
 
-class SimRuntime(Runtime):
+class SimRuntime(LoopRuntime):
     """The engine's seam to the world, with the seed's clock and dice. `SimLoop` runs the threads."""
 
     def __init__(self, clock: SimClock, rng: Random) -> None:
