@@ -26,6 +26,7 @@ from penstock.core.lease import (
     Lease,
     Member,
     Run,
+    cut,
 )
 
 # Largest run under one lease: big enough that leases are rare, small enough to share among members.
@@ -137,12 +138,9 @@ class QueueGroup:
 
     def ack_run(self, lease: Lease, start: int, stop: int, now: float) -> bool:
         """Ack neighbours of one lease at once; False, and nothing done, when one needs a closer look."""
-        count, deadlines = stop - start, lease.deadlines
-        if (
-            self._gate is not None
-            or lease.states.count(OUT, start, stop) < count
-            or min(deadlines[start:stop], default=now + 1) <= now
-        ):
+        count = stop - start
+        plain = self._gate is None and lease.states.count(OUT, start, stop) == count
+        if not plain or min(lease.deadlines[start:stop], default=now + 1) <= now:
             return False
         lease.dirty += range(start, stop)
         self._dirty[lease.fence] = lease
@@ -197,22 +195,22 @@ class QueueGroup:
             index = offset - lease.start
             if lease.lane is lane and 0 <= index < lease.count and lease.states[index] == OUT:
                 self._close(lease, index, REJECTED)
-        self._retries = [item for item in self._retries if not _holds(item[2], lane, offset)]
+        self._retries = [item for item in self._retries if not item[2].holds(lane, offset)]
         heapq.heapify(self._retries)
-        self._ready = deque(part for run in self._ready for part in _without(run, lane, offset))
-        self._unseen = deque(part for run in self._unseen for part in _without(run, lane, offset))
+        self._ready = deque(part for run in self._ready for part in run.without(lane, offset))
+        self._unseen = deque(part for run in self._unseen for part in run.without(lane, offset))
         self._priorities.withdraw(lane, offset)
         self._dying.pop((lane, offset), None)
         self.doomed = [each for each in self.doomed if (each.lane, each.offset) != (lane, offset)]
-        if self.starved is not None and _holds(self.starved, lane, offset):
-            self._unseen.extendleft(reversed(_without(self.starved, lane, offset)))
+        if self.starved is not None and self.starved.holds(lane, offset):
+            self._unseen.extendleft(reversed(self.starved.without(lane, offset)))
             self.starved = None
         if self._gate is None or not self._gate.withdraw(lane, offset):
             self._settled(lane, offset)
 
     def again(self, lane: Lane, offset: int, now: float) -> None:
         """A dead letter comes back with a fresh budget."""
-        if offset >= lane.cursor or any(_holds(run, lane, offset) for run in self.unsettled()):
+        if offset >= lane.cursor or any(run.holds(lane, offset) for run in self.unsettled()):
             return  # a reset has brought it back already
         run = Run(lane, offset, 1, 0)
         if self._gate is None:
@@ -327,7 +325,7 @@ class QueueGroup:
         if self._gate is not None:
             self._fill_gate(limit)
         if self._ready:
-            return _cut(self._ready, limit)
+            return cut(self._ready, limit)
         if self._gate is not None:
             return None  # what is left waits for its key, or for its keys to be loaded
         run = self._next_urgent(limit)
@@ -383,7 +381,7 @@ class QueueGroup:
     def _pull(self, limit: int) -> Run | None:
         """The next events that were never handed out (or came back from recovery)."""
         if self._unseen:
-            return _cut(self._unseen, limit)
+            return cut(self._unseen, limit)
         for lane in self._work:
             # Prioritised lanes wait in `_priorities`, or for their priorities to be loaded.
             if self._gate is not None or not lane.prioritised:
@@ -478,25 +476,3 @@ class QueueGroup:
             yield self.starved
         for _, _, run in self._retries:
             yield run
-
-
-def _cut(queue: deque[Run], limit: int) -> Run:
-    """Take at most `limit` events from the front of a queue of runs."""
-    run = queue.popleft()
-    if run.count > limit:
-        queue.appendleft(run._replace(start=run.start + limit, count=run.count - limit))
-        run = run._replace(count=limit)
-    return run
-
-
-def _holds(run: Run, lane: Lane, offset: int) -> bool:
-    return run.lane is lane and run.start <= offset < run.start + run.count
-
-
-def _without(run: Run, lane: Lane, offset: int) -> list[Run]:
-    """A run with one event cut out of it."""
-    if not _holds(run, lane, offset):
-        return [run]
-    before = run._replace(count=offset - run.start)
-    after = run._replace(start=offset + 1, count=run.start + run.count - offset - 1)
-    return [part for part in (before, after) if part.count]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from typing import NamedTuple
 
 from penstock.model.errors import AlreadySettled, DeliveryError, Fenced, LeaseExpired
@@ -43,6 +44,27 @@ class Run(NamedTuple):
     start: int
     count: int  # type: ignore[assignment]
     made: int
+
+    def holds(self, lane: Lane, offset: int) -> bool:
+        """Whether an event is one of them."""
+        return self.lane is lane and self.start <= offset < self.start + self.count
+
+    def without(self, lane: Lane, offset: int) -> list[Run]:
+        """What is left when one event is cut out."""
+        if not self.holds(lane, offset):
+            return [self]
+        before = self._replace(count=offset - self.start)
+        after = self._replace(start=offset + 1, count=self.start + self.count - offset - 1)
+        return [part for part in (before, after) if part.count]
+
+
+def cut(queue: deque[Run], limit: int) -> Run:
+    """Take at most `limit` events from the front of a queue of runs."""
+    run = queue.popleft()
+    if run.count > limit:
+        queue.appendleft(run._replace(start=run.start + limit, count=run.count - limit))
+        run = run._replace(count=limit)
+    return run
 
 
 class Doomed(NamedTuple):

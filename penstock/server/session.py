@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.core.entry import GroupSpec, SessionPut
-from penstock.core.retry import Retry
+from penstock.core.entry import SessionPut
 from penstock.engines import request as requests
 from penstock.engines.dispatcher import Dispatcher
 from penstock.engines.engine import Subscribe as Wanted
-from penstock.engines.groups import DIRECT
 from penstock.engines.handle import Inbox, LeasedBatch
 from penstock.model.batch import EventBatch
 from penstock.model.errors import BusClosed, InvalidInput, PenstockError, ProtocolViolation
 from penstock.model.event import Identity
 from penstock.server.asking import Asking
+from penstock.server.direct import direct_wish
 from penstock.server.inbound import check_read, check_subscribe
 from penstock.server.outlet import LogOutlet, QueueOutlet, stopped_frame
 from penstock.server.replies import Replies
@@ -312,20 +311,10 @@ class Session:
         """Serve what the client registered for: a group of its own, known by its name (row T4)."""
         if not self.hello.subscriptions or DIRECT_FEED in self.feeds:
             return
-        delivery = self._broker.engine.settings.delivery
         self.may_read(self.hello.subscriptions)
         limit = self._broker.max_inflight(self.identity.tenant)
-        wanted = Wanted(
-            f"{DIRECT}{self.hello.client}",
-            GroupSpec(
-                tuple(self.hello.subscriptions),
-                retry=Retry(delivery.ladder_ms, delivery.max_attempts),
-                lease_s=delivery.lease_s,
-                start="latest",
-            ),
-            self.hello.client,
-            min(self.hello.max_inflight or limit, limit),
-            self.identity,
+        wanted = direct_wish(
+            self.hello, self.identity, self._broker.engine.settings.delivery, limit
         )
         inbox = await self._broker.join(wanted)
         assert isinstance(inbox, Inbox)

@@ -1,0 +1,23 @@
+"""Direct consumers: a client that registers with subscriptions has a group of its own (row T4)."""
+
+from __future__ import annotations
+
+from penstock.core.entry import GroupSpec
+from penstock.core.retry import Retry
+from penstock.engines.engine import Subscribe
+from penstock.engines.groups import DIRECT
+from penstock.model.event import Identity
+from penstock.model.settings import Delivery
+from penstock.wire.message import Hello
+
+
+def direct_wish(hello: Hello, identity: Identity, settings: Delivery, limit: int) -> Subscribe:
+    """The subscription that a client's Hello stands for; it is known by the client's name."""
+    spec = GroupSpec(
+        tuple(hello.subscriptions),
+        retry=Retry(settings.ladder_ms, settings.max_attempts),
+        lease_s=settings.lease_s,
+        start="latest",
+    )
+    inflight = min(hello.max_inflight or limit, limit)
+    return Subscribe(f"{DIRECT}{hello.client}", spec, hello.client, inflight, identity)
