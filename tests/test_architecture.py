@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 import penstock
+from penstock.engines.runtime import Worker
 
 ROOT = Path(penstock.__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
@@ -50,9 +51,10 @@ def traced(bus: penstock.Bus) -> Iterator[list[str]]:
 
 def _renew_threads(runtime: Any) -> None:
     """A thread takes over the profile when it starts, and only then."""
-    for name in ("_writer", "_readers"):
-        getattr(runtime, name).shutdown()
-        setattr(runtime, name, ThreadPoolExecutor(1))
+    runtime._writer.close()
+    runtime._writer = Worker("writer")
+    runtime._readers.shutdown()
+    runtime._readers = ThreadPoolExecutor(1)
 
 
 def stations(chapter: str) -> list[str]:
