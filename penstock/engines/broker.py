@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,13 @@ from penstock.engines.remote_delivery import RemoteDelivery, RemoteQueue, settle
 from penstock.engines.remote_log import RemoteLog
 from penstock.engines.remote_publisher import RemotePublisher, described
 from penstock.model.batch import EventBatch
-from penstock.model.errors import BusClosed, ConnectionLost, PenstockError
+from penstock.model.errors import (
+    AlreadySettled,
+    BusClosed,
+    ConnectionLost,
+    LeaseExpired,
+    PenstockError,
+)
 from penstock.model.event import Identity, Receipt
 from penstock.model.settings import Settings
 from penstock.wire import message as say
@@ -25,7 +32,10 @@ from penstock.wire.fault import to_error
 from penstock.wire.frame import Bytes, Frame, Kind
 from penstock.wire.message import decode
 
+log = logging.getLogger("penstock.client")
+
 AGENT = "penstock-python"
+MAX_REFUSALS = 1_000  # kept for a program that never flushes
 CHUNK_BYTES = 4 << 20
 
 
@@ -62,6 +72,8 @@ class BrokerEngine:
         self._renewals = 0
         self._doubtful: set[tuple[int, int]] = set()
         """Settled events, by delivery and index, of which a broker that was restarted may not know."""
+        self._refusals: list[PenstockError] = []
+        """Why the broker did not take settlements, since the last flush."""
 
     async def open(self) -> None:
         """Connect; raises when no broker answers in time."""
@@ -112,6 +124,13 @@ class BrokerEngine:
             renewals = self._renewals
             self._report()
             await self.channel.flush()
+        if self._refusals:
+            refusals, self._refusals = self._refusals, []
+            raise LeaseExpired(
+                f"the broker did not take {len(refusals)} settlements since the last flush, the first "
+                f"because {refusals[0].message}. These events are or will be delivered again; the "
+                "others are safe"
+            )
         if self._doubtful:
             self._doubtful.clear()
             raise ConnectionLost(
@@ -176,9 +195,15 @@ class BrokerEngine:
                 feed.delivered(deliver, EventBatch.decode(frame.parts[0]))
         elif frame.kind == Kind.REFUSED:
             refused: say.Refused = decode(frame.meta, say.Refused)
+            error = to_error(refused.fault)
+            if not isinstance(
+                error, AlreadySettled
+            ):  # that one is settled, by ourselves or by others
+                log.warning("a settlement was refused: %s", error)
+                self._refusals = [*self._refusals[-MAX_REFUSALS:], error]
             for feed in self._feeds.values():
-                if isinstance(feed, RemoteQueue) and refused.delivery in feed.held:
-                    feed.refused(refused)
+                if isinstance(feed, RemoteQueue):
+                    feed.refused(refused, error)
         elif frame.kind == Kind.STOPPED:
             stopped: say.Feed = decode(frame.meta, say.Feed)
             ended = self._feeds.get(stopped.feed)

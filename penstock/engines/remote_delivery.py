@@ -8,7 +8,6 @@ handed over, and only then does the broker hear of it.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -27,12 +26,10 @@ from penstock.core.lease import (
 )
 from penstock.engines.engine import Subscribe
 from penstock.model.batch import EventBatch
-from penstock.model.errors import AlreadySettled, BusClosed, Fenced, PenstockError
+from penstock.model.errors import BusClosed, Fenced, PenstockError
 from penstock.model.event import Event
-from penstock.wire.fault import to_error
 from penstock.wire.message import Deliver, Held, Refused, Settlement
 
-log = logging.getLogger("penstock.client")
 NOBODY = Member("", 0)
 SAID_BEFORE = "said before the broker was restarted"
 
@@ -182,14 +179,11 @@ class RemoteQueue:
         self._waiting.append(delivery)
         self._ring()
 
-    def refused(self, refused: Refused) -> None:
+    def refused(self, refused: Refused, error: PenstockError) -> None:
         """The broker did not take a settlement: the event is somebody else's by now."""
         delivery = self.held.get(refused.delivery)
-        error = to_error(refused.fault)
         if delivery is not None and 0 <= refused.index < delivery.batch.count:
             delivery.end(refused.index, FENCED if isinstance(error, Fenced) else EXPIRED)
-        if not isinstance(error, Fenced | AlreadySettled):
-            log.warning("a settlement came too late: %s", error)
 
     def lost(self, numbers: list[int]) -> None:
         """The broker holds these deliveries no more; what is in them comes again."""

@@ -44,6 +44,7 @@ PATIENT = penstock.Retry(ladder_ms=(0, 20, 100), max_attempts=1_000)
 # A batch that was fetched behind one commit may be looked at after the next one, or after the next
 # kill: the reader has others at hand. So it is held to the commits of this many lives.
 FETCHED_LIVES = 3
+MAX_BEHIND = 2_000  # events that are stored and were not delivered yet
 MAX_SHOWN = 10  # findings that are printed; one is enough to know
 
 
@@ -193,6 +194,9 @@ class Clients:
     async def _produce(self, bus: penstock.Bus) -> None:
         ledger, rng = self._ledger, self._rng
         while self._publishing:
+            if len(ledger.confirmed) - len(ledger.attempts) > MAX_BEHIND:
+                await asyncio.sleep(0.05)  # the consumers are to see nearly everything
+                continue
             numbers = [next(self._numbers) for _ in range(rng.choice((1, 1, 1, 1, 7)))]
             ledger.sent.update(numbers)
             payloads = [payload_of(number) for number in numbers]
@@ -247,7 +251,7 @@ class Clients:
         covered = set(unflushed)
         try:
             await bus.flush()
-        except penstock.ConnectionFailed:
+        except (penstock.ConnectionFailed, penstock.DeliveryError):
             self._ledger.counts["flushes failed"] += 1
         else:
             self._ledger.flushed |= {

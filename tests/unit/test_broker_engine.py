@@ -167,3 +167,21 @@ async def test_deliveries_that_are_settled_are_not_asked_for_again() -> None:
     await turn()
     client.wire.lost = [say.Settlement(8, 1, [0, 1])]
     assert client.engine._held() == [8]
+
+
+async def test_a_flush_does_not_vouch_for_what_the_broker_refused() -> None:
+    """Not even when everything of the delivery is settled here and nothing of it is kept."""
+    client = Client()
+    client.delivery.hand()
+    for index in range(4):
+        client.delivery.ack(index)
+    await turn()
+    assert 7 not in client.queue.held
+    late = say.Fault("delivery.lease-expired", "too late")
+    for index in (1, 2):
+        client.engine._pushed(Frame(Kind.REFUSED, 0, say.encode(say.Refused(7, index, late))))
+    again = say.Fault("delivery.already-settled", "acked before")
+    client.engine._pushed(Frame(Kind.REFUSED, 0, say.encode(say.Refused(7, 3, again))))
+    with pytest.raises(errors.LeaseExpired, match="2 settlements"):
+        await client.engine.flush()
+    await client.engine.flush()
