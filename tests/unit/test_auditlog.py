@@ -613,6 +613,30 @@ def test_what_a_dead_writer_left_is_synced_on_open(
     assert len(syncs) == 1
 
 
+def test_what_the_head_proves_durable_is_not_written_again(tmp_path: Path) -> None:
+    """Found by the simulator, seed 70: a power cut while it was rewritten tore what had been safe."""
+    log = open_log(tmp_path)
+    log.append_many(entries(1, 3))
+    log.close()  # saves the head
+    [path] = paths(tmp_path)
+    before = path.read_bytes()
+
+    class Watched(RealDisk):
+        def open(self, path: str, *, create: bool = False, write: bool = False) -> RealFile:
+            file = super().open(path, create=create, write=write)
+            if path.endswith(".ndjson"):
+                file.write_at = refuse  # type: ignore[method-assign]
+            return file
+
+    def refuse(offset: int, data: Bytes) -> None:
+        assert not data, f"{len(data)} bytes at {offset} are written again, and they were safe"
+
+    log = AuditLog.open(Watched(tmp_path), now_us=2)
+    assert path.read_bytes()[: len(before)] == before
+    assert log.head.sequence == 3
+    log.close()
+
+
 def test_lost_last_checkpoint_is_noticed(tmp_path: Path) -> None:
     filled(tmp_path, 4)
     file = paths(tmp_path)[-1]
