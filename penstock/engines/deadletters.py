@@ -122,17 +122,18 @@ class Graveyard:
     async def _bury(self, group: QueueGroup, doomed: Sequence[Doomed]) -> None:
         found: list[tuple[Doomed, Event]] = []
         gone: list[Doomed] = []
+        wanted = group.spec.filter.items()
         for each in doomed:
+            lane = each.lane
             try:
-                found.append(
-                    (
-                        each,
-                        await self._engine.event_at(
-                            each.lane.topic, each.lane.partition, each.offset
-                        ),
-                    )
-                )
+                event = await self._engine.event_at(lane.topic, lane.partition, each.offset)
             except OffsetExpired:
+                gone.append(each)
+                continue
+            # Crashes may have used up the attempts of an event that the group does not want at all.
+            if wanted <= event.headers.items():
+                found.append((each, event))
+            else:
                 gone.append(each)
         drafts = [
             self._draft(group.name, event, each.attempts, each.reason) for each, event in found

@@ -250,6 +250,25 @@ async def give_up(bus: penstock.Bus, topic: str, count: int, group: str = "g") -
         return await dead(bus, count, topic=topic)
 
 
+def test_what_a_group_does_not_want_never_dies_in_it(world) -> None:
+    """Found by the simulator, seed 124: crashes had used up the attempts before the filter's word."""
+    here = world(3)
+    wants = {"group": "reds", "filter": {"colour": "red"}, "retry": penstock.Retry(max_attempts=1)}
+
+    async def lease(bus: penstock.Bus) -> None:
+        await bus.subscribe("orders", **wants).open()
+        colours = [{"colour": "blue"}, {"colour": "red"}]
+        await bus.publish_many("orders", [b"blue", b"red"], headers=colours)  # and dies at once
+
+    async def look(bus: penstock.Bus) -> list[bytes]:
+        await asyncio.sleep(5)
+        letters = await bus.dead_letters.list()
+        return [(await bus.dead_letters.inspect(each.id)).payload for each in letters]
+
+    here.run_and_die(lease, power=False)
+    assert here.run(look) == [b"red"]
+
+
 async def test_dead_letters_lie_on_a_topic_of_their_tenant(tmp_path, small) -> None:
     async with opened(tmp_path, small) as bus:
         for tenant in ("acme", "globex"):

@@ -17,6 +17,7 @@ from penstock.testing.simulation.report import hunt
 # Seeds that found something once, with what it was. They run whole.
 REGRESSIONS = {
     101: "a machine waiting for keys of a topic that was deleted meanwhile stopped dispatching",
+    124: "an event that a group filters out became its dead letter after crashes",
     202: "a burial from before a reset let the next event of its key go",
     34: "retention took delayed events that had to wait longer than events are kept",
     70: "a start wrote audit lines again that were durable, and a crash in the middle tore them",
