@@ -107,7 +107,7 @@ class StallPart:
         return held
 
 
-async def stall(place: Path, seconds: float) -> dict[str, Any]:
+async def stall(place: Path, seconds: float, every_s: float = READING_S) -> dict[str, Any]:
     """Run it and judge it; returns everything measured, JSON-ready."""
     worker, stalled = (crew := Crew(place, PART, PART)).clients
     readings: list[Reading] = []
@@ -125,7 +125,7 @@ async def stall(place: Path, seconds: float) -> dict[str, Any]:
                     await stalled.order("hold", url=broker.url())
                     os.kill(stalled.pid, signal.SIGSTOP)
                     print(f"{now_s:6.0f} s  a consumer stalls", flush=True)
-                await asyncio.sleep(READING_S - (time.perf_counter() - start) % READING_S)
+                await asyncio.sleep(every_s - (time.perf_counter() - start) % every_s)
                 counts = await worker.order("count")
                 p99s_ms.append(counts["publish_p99_ms"])
                 readings.append(_reading(start, counts, broker.pid, place / "data"))
@@ -133,7 +133,7 @@ async def stall(place: Path, seconds: float) -> dict[str, Any]:
         finally:
             os.kill(stalled.pid, signal.SIGCONT)
             await crew.stop()
-    return _judged(readings, p99s_ms, calm_s)
+    return _judged(readings, p99s_ms, calm_s, every_s)
 
 
 def _reading(start: float, counts: dict[str, float], pid: int, folder: Path) -> Reading:
@@ -157,13 +157,16 @@ def _tell(readings: list[Reading], p99_ms: float) -> None:
     )
 
 
-def _judged(readings: list[Reading], p99s_ms: list[float], calm_s: float) -> dict[str, Any]:
+def _judged(
+    readings: list[Reading], p99s_ms: list[float], calm_s: float, settle_s: float
+) -> dict[str, Any]:
+    """Compare before and after, leaving out what follows the start and the stall at once."""
     end_s = readings[-1].at_s
-    calm = [at for at, each in enumerate(readings) if READING_S < each.at_s <= calm_s]
-    later = [at for at, each in enumerate(readings) if each.at_s > calm_s + READING_S]
-    before = rate(readings, READING_S, calm_s)
-    during = rate(readings, calm_s + READING_S, end_s)
-    slope = slope_mb_per_min([each for each in readings if each.at_s > calm_s + READING_S])
+    calm = [at for at, each in enumerate(readings) if settle_s < each.at_s <= calm_s]
+    later = [at for at, each in enumerate(readings) if each.at_s > calm_s + settle_s]
+    before = rate(readings, settle_s, calm_s)
+    during = rate(readings, calm_s + settle_s, end_s)
+    slope = slope_mb_per_min([each for each in readings if each.at_s > calm_s + settle_s])
     return {
         "events": readings[-1].events,
         "seconds": end_s,

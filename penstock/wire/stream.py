@@ -42,6 +42,7 @@ SCRATCH_BYTES = 256 << 10
 # An unfinished message up to this size is copied back into the scratch for the next read; a larger
 # one gets memory of its own, and the socket fills it without a copy.
 SMALL_BYTES = 16 << 10
+LARGE_BYTES = 1 << 20
 
 
 Message = tuple[int, Bytes]
@@ -80,8 +81,8 @@ class StreamReader:
 
     @property
     def large(self) -> bool:
-        """Whether a large message is on its way."""
-        return self._own is not None
+        """Whether a message is on its way that takes many reads."""
+        return self._own is not None and self._size >= LARGE_BYTES
 
     def space(self) -> memoryview:
         """Where the next bytes belong; use it before any other reader of the same scratch does."""
