@@ -133,6 +133,7 @@ class GroupWatch:
                 self._fail("filter", at, f"headers {event.headers}")
         track.attempt, track.count = event.attempt, track.count + 1
         track.state, track.life, track.durable = OPEN, self.life, False
+        track.not_before = 0.0  # that was for this delivery
         held = Held(self, at, event, track)
         held.earliest, held.deadline = asked_at + self.group.lease_s, now + self.group.lease_s
         if sent.key is not None:
