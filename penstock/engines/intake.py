@@ -213,6 +213,11 @@ class Intake:
         self, transaction: Transaction, note: Callable[[list[Receipt]], Entry] | None = None
     ) -> list[Receipt]:
         """Publishes, acks and cursors in one journal entry, with a note about where they went."""
+        # What is to be committed is settled now: a partition may be taken away while this waits.
+        cursors: list[tuple[Any, list[Entry]]] = [
+            (feed, feed.pending_commit())  # type: ignore[attr-defined]
+            for feed in transaction.cursors
+        ]
         for draft in transaction.drafts:
             await self._engine.topics.ensure(draft.topic)
             await self.prepare(draft)
@@ -222,8 +227,8 @@ class Intake:
             for each in transaction.acks:
                 handle = each.delivery
                 handle.group.check(handle.lease, each.index + handle.shift, now)
-            for feed in transaction.cursors:
-                feed.pending_commit()  # type: ignore[attr-defined]
+            for feed, places in cursors:
+                feed.check_commit(places)
 
         def entries(receipts: list[Receipt]) -> list[Entry]:
             now = self._engine.runtime.now()
@@ -232,10 +237,9 @@ class Intake:
                 handle = each.delivery
                 written.append(handle.group.ack_now(handle.lease, each.index + handle.shift, now))
                 self._engine.dispatcher.touched(handle.group)
-            for feed in transaction.cursors:
-                cursors = feed.pending_commit()  # type: ignore[attr-defined]
-                feed.committed(cursors)  # type: ignore[attr-defined]
-                written += cursors
+            for feed, places in cursors:
+                feed.committed(places)
+                written += places
             return written
 
         held = {(id(a.delivery.lease), a.index + a.delivery.shift) for a in transaction.acks}

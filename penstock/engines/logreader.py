@@ -118,6 +118,13 @@ class LogReader:
             entries.append(Committed(group.name, topic, partition, offset, self.generation))
         return entries
 
+    def check_commit(self, entries: list[Entry]) -> None:
+        """Raise Fenced unless the partitions of a commit are ours as they were when it was made."""
+        for entry in entries:
+            assert isinstance(entry, Committed)
+            place = (entry.topic, entry.partition)
+            self._group.rebalance.check(self.member, place, entry.generation)
+
     def committed(self, entries: list[Entry]) -> None:
         """These are committed; what was marked meanwhile is not."""
         for entry in entries:

@@ -250,6 +250,34 @@ async def give_up(bus: penstock.Bus, topic: str, count: int, group: str = "g") -
         return await dead(bus, count, topic=topic)
 
 
+async def test_a_transaction_whose_partition_is_taken_away_does_not_happen(
+    tmp_path, small, monkeypatch
+) -> None:
+    """Found by the simulator, seed 278: it happened, and left the cursor out."""
+    async with opened(tmp_path, small) as bus:
+        await bus.topics.create("in", partitions=2)
+        await bus.topics.create("out")
+        for partition in (0, 1):
+            await bus.publish("in", b"x", partition=partition)
+        first = await bus.subscribe("in", group="g", mode="log").open()
+        assert {(await first.get(timeout_s=5)).partition for _ in range(2)} == {0, 1}
+        prepare = engine(bus).intake.prepare
+
+        async def slow(draft) -> int:
+            second = await bus.subscribe("in", group="g", mode="log").open()
+            assert await first.get(timeout_s=0.1) is None  # gives a partition back
+            assert await second.get(timeout_s=5) is not None
+            return await prepare(draft)
+
+        monkeypatch.setattr(engine(bus).intake, "prepare", slow)
+        with pytest.raises(penstock.Fenced):
+            async with bus.transaction() as tx:
+                tx.publish("out", b"never")
+                tx.commit(first)
+        assert await read(bus, "out") == []
+        assert {lane.cursor for lane in (await bus.groups.info("g")).lanes} == {0}
+
+
 def test_what_a_group_does_not_want_never_dies_in_it(world) -> None:
     """Found by the simulator, seed 124: crashes had used up the attempts before the filter's word."""
     here = world(3)

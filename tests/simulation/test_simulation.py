@@ -18,6 +18,7 @@ from penstock.testing.simulation.report import hunt
 REGRESSIONS = {
     101: "a machine waiting for keys of a topic that was deleted meanwhile stopped dispatching",
     124: "an event that a group filters out became its dead letter after crashes",
+    278: "a transaction happened without the cursor of a partition that was taken away",
     202: "a burial from before a reset let the next event of its key go",
     34: "retention took delayed events that had to wait longer than events are kept",
     70: "a start wrote audit lines again that were durable, and a crash in the middle tore them",
