@@ -16,7 +16,6 @@ from typing import Any
 from penstock.core.entry import GroupSpec
 from penstock.core.retry import Retry
 from penstock.engines.embedded import EmbeddedEngine
-from penstock.engines.runtime import Runtime
 from penstock.log.memory_disk import MemoryDisk
 from penstock.model.errors import PenstockError, ProtocolViolation, WrongProtocolVersion
 from penstock.model.loader import load
@@ -25,7 +24,7 @@ from penstock.server.auth import Doorkeeper
 from penstock.server.broker import Broker, Connection
 from penstock.server.metrics_counters import Counters
 from penstock.server.reload import broker_settings
-from penstock.testing.sim_loop import SimClock, SimLoop, kill
+from penstock.testing.sim_loop import LoopRuntime, SimClock, SimLoop, kill
 from penstock.wire import message as say
 from penstock.wire.frame import MAX_PARTS, Frame, Kind
 from penstock.wire.mark import MESSAGES, from_mark
@@ -180,7 +179,7 @@ class House:
         self.problems.append(f"{context.get('message')}: {context.get('exception')!r}")
 
     async def open(self) -> None:
-        runtime = Runtime()
+        runtime = LoopRuntime()
         runtime.wall_us = self.clock.wall_us  # type: ignore[method-assign]
         self.engine = EmbeddedEngine(self.disk, self.settings, runtime)
         self.engine.lease_hold_s = self.settings.server.session_s
