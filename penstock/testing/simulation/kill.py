@@ -105,6 +105,7 @@ def _one_life(folder: str, number: int, promises: Promises, rng: random.Random) 
         for line in child.stdout.read().decode().splitlines(keepends=True):
             if line.endswith("\n"):  # the last one may be cut off
                 promises.hear(line)
+        promises.acked.clear()  # no later flush vouches for what was not flushed in this life
     finally:
         child.kill()
         child.wait(READY_S)
