@@ -6,6 +6,8 @@ are stored, so a clock that jumped while the process was down moves nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from penstock.core.assignment import Strategy
@@ -43,6 +45,10 @@ class GroupSpec(msgspec.Struct, frozen=True):
     start: str = "earliest"
     ephemeral: bool = False
     assignment: Strategy = "sticky"
+
+    def wants(self, headers: Mapping[str, str]) -> bool:
+        """Whether the group takes an event with these headers."""
+        return self.filter.items() <= headers.items()
 
 
 class TopicPut(Entry, frozen=True, tag="topic"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -72,7 +73,7 @@ class BrokerEngine:
         self._renewals = 0
         self._doubtful: set[tuple[int, int]] = set()
         """Settled events, by delivery and index, of which a broker that was restarted may not know."""
-        self._refusals: list[PenstockError] = []
+        self._refusals: deque[PenstockError] = deque(maxlen=MAX_REFUSALS)
         """Why the broker did not take settlements, since the last flush."""
 
     async def open(self) -> None:
@@ -125,11 +126,11 @@ class BrokerEngine:
             self._report()
             await self.channel.flush()
         if self._refusals:
-            refusals, self._refusals = self._refusals, []
+            why, count = self._refusals[0].message, len(self._refusals)
+            self._refusals.clear()
             raise LeaseExpired(
-                f"the broker did not take {len(refusals)} settlements since the last flush, the first "
-                f"because {refusals[0].message}. These events are or will be delivered again; the "
-                "others are safe"
+                f"the broker did not take {count} settlements since the last flush, the first because "
+                f"{why}. These events are or will be delivered again; the others are safe"
             )
         if self._doubtful:
             self._doubtful.clear()
@@ -196,11 +197,10 @@ class BrokerEngine:
         elif frame.kind == Kind.REFUSED:
             refused: say.Refused = decode(frame.meta, say.Refused)
             error = to_error(refused.fault)
-            if not isinstance(
-                error, AlreadySettled
-            ):  # that one is settled, by ourselves or by others
+            # One that was settled before is settled: it does not come again.
+            if not isinstance(error, AlreadySettled):
                 log.warning("a settlement was refused: %s", error)
-                self._refusals = [*self._refusals[-MAX_REFUSALS:], error]
+                self._refusals.append(error)
             for feed in self._feeds.values():
                 if isinstance(feed, RemoteQueue):
                     feed.refused(refused, error)

@@ -122,7 +122,6 @@ class Graveyard:
     async def _bury(self, group: QueueGroup, doomed: Sequence[Doomed]) -> None:
         found: list[tuple[Doomed, Event]] = []
         gone: list[Doomed] = []
-        wanted = group.spec.filter.items()
         for each in doomed:
             lane = each.lane
             try:
@@ -131,7 +130,7 @@ class Graveyard:
                 gone.append(each)
                 continue
             # Crashes may have used up the attempts of an event that the group does not want at all.
-            if wanted <= event.headers.items():
+            if group.spec.wants(event.headers):
                 found.append((each, event))
             else:
                 gone.append(each)

@@ -238,10 +238,10 @@ class Dispatcher:
                 self.touched(group)
 
     def _filter(self, group: QueueGroup, lease: Lease, batch: EventBatch) -> None:
-        wanted, now = group.spec.filter.items(), self._runtime.now()
+        now = self._runtime.now()
         for index, headers in enumerate(batch.headers()):
             at = batch.base_offset + index - lease.start
-            if lease.states[at] == OUT and not wanted <= headers.items():
+            if lease.states[at] == OUT and not group.spec.wants(headers):
                 group.ack(lease, at, now)
         self.touched(group)
 

@@ -28,10 +28,12 @@ class Worker:
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._started = False
+        self._started = self._closed = False
 
     async def run(self, function: Callable[[*Args], T], *args: *Args) -> T:
         """Run a function there; what is under way is not stopped when its caller is."""
+        if self._closed:
+            raise RuntimeError(f"{self._thread.name} is closed")
         if not self._started:
             self._started = True
             self._thread.start()
@@ -58,10 +60,11 @@ class Worker:
             job()
 
     def close(self) -> None:
-        """Do what waits, then end."""
-        if self._started:
+        """Do what waits, then end. Safe to call twice."""
+        if self._started and not self._closed:
             self._jobs.put(None)
             self._thread.join()
+        self._closed = True
 
 
 def _set_result(future: asyncio.Future[T], result: T) -> None:

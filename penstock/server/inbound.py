@@ -7,7 +7,7 @@ everybody, and a lease that is no number its timers.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -99,32 +99,26 @@ def _check_name(what: str, name: str) -> None:
         )
 
 
-def inbound(
-    meta: DraftMeta,
-    parts: Sequence[Bytes],
-    identity: Identity,
-    limits: Limits,
-    early: Callable[[Draft], None] = lambda draft: None,
-) -> Draft:
-    """The draft that a message and its part describe; raises what a local publish would raise.
-
-    `early` may refuse a batch before its columns are looked into.
-    """
+def owner(meta: DraftMeta, identity: Identity) -> str:
+    """The tenant that a draft counts for; raises when it is not the client's to publish for."""
     check_topic(meta.topic, system=is_system(meta.topic))
     check_tenant(identity, meta.topic)
-    tenant = tenant_of(meta.topic) or identity.tenant
+    return tenant_of(meta.topic) or identity.tenant
+
+
+def inbound(meta: DraftMeta, parts: Sequence[Bytes], identity: Identity, limits: Limits) -> Draft:
+    """The draft that a message and its part describe; raises what a local publish would raise."""
+    tenant = owner(meta, identity)
     _check_codec(meta.codec)
     if meta.part < 0:
         return _from_lists(meta, tenant, limits)
     if meta.part >= len(parts):
         raise InvalidBatch(f"the frame has {len(parts)} parts, the draft names part {meta.part}")
     batch = EventBatch.decode(parts[meta.part], limit_bytes=limits.max_batch_bytes)
-    draft = Draft(meta.topic, (), tenant=tenant, codec=meta.codec)
-    draft.count, draft.batch, draft.partition = batch.count, batch, meta.partition
-    if meta.deliver_at_us is None:
-        early(draft)
     _check_batch(batch, meta, limits)
+    draft = Draft(meta.topic, (), tenant=tenant, codec=meta.codec)
     batch.tenant, batch.codec = tenant, meta.codec
+    draft.count, draft.batch, draft.partition = batch.count, batch, meta.partition
     draft.deliver_at_us = meta.deliver_at_us
     if batch.explicit_tokens:
         draft.tokens = [batch.token(index) for index in range(batch.count)]

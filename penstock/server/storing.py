@@ -14,11 +14,12 @@ from penstock.engines.bundle import Bundle, combined
 from penstock.engines.embedded import EmbeddedEngine
 from penstock.engines.engine import Draft, Settle, Transaction
 from penstock.engines.timekeeper import SCHEDULED
+from penstock.model.batch_head import BatchHead
 from penstock.model.errors import LeaseExpired, PenstockError, Rejected, Throttled
 from penstock.model.event import Identity, Receipt
 from penstock.model.settings import Limits
 from penstock.server.fastpath import FastPath
-from penstock.server.inbound import inbound
+from penstock.server.inbound import inbound, owner
 from penstock.server.metrics_counters import Counters, duplicates_in
 from penstock.wire import message as say
 from penstock.wire.fault import to_fault
@@ -62,7 +63,10 @@ class Storing:
             if meta.part >= 0 and number % TURN_BATCHES == TURN_BATCHES - 1:
                 await asyncio.sleep(0)  # others may have a word in between
             try:
-                size = len(frame.parts[meta.part]) if 0 <= meta.part < len(frame.parts) else 0
+                size = 0
+                if 0 <= meta.part < len(frame.parts):
+                    size = len(frame.parts[meta.part])
+                    self._check_rate(meta, frame.parts[meta.part])
                 drafts[number] = await self._fastpath.run(
                     size, self._taken_in, meta, frame.parts, identity, limits
                 )
@@ -96,7 +100,7 @@ class Storing:
         self, meta: say.DraftMeta, parts: Sequence[Bytes], identity: Identity, limits: Limits
     ) -> Draft:
         """Check a draft, and compress it if that pays and it will lie in the journal."""
-        draft = inbound(meta, parts, identity, limits, self._over_quota)
+        draft = inbound(meta, parts, identity, limits)
         batch = draft.batch
         aside = (
             draft.count == 1
@@ -108,10 +112,13 @@ class Storing:
             batch.stored_body()
         return draft
 
-    def _over_quota(self, draft: Draft) -> None:
-        """Refuse what a tenant may not publish now, before more work goes into it."""
+    def _check_rate(self, meta: say.DraftMeta, part: Bytes) -> None:
+        """Refuse what a tenant may not publish now by the head of its batch, before any other work."""
+        if meta.deliver_at_us is not None:
+            return
+        tenant, count = owner(meta, self._session.identity), BatchHead.parse(memoryview(part)).count
         now = self._engine.runtime.now()
-        decision = self._engine.admission.peek(draft.tenant, draft.topic, draft.count, now)
+        decision = self._engine.admission.peek(tenant, meta.topic, count, now)
         if decision is not ADMITTED:
             raise decision.error()
 

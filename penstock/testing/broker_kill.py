@@ -109,14 +109,14 @@ class Ledger:
             if end != "acked":
                 self.problems.append(f"offset {offset} was last {end}, and did not come again")
 
-    def report(self, rounds: int, stored: int, seconds: float) -> str:
+    def report(self, stored: int, seconds: float) -> str:
         """Everything counted, as text."""
         again = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self.again.items()))
         errors = ", ".join(
             f"{self.counts[kind]:,} {kind}" for kind in sorted(self.counts) if "fail" in kind
         )
         return (
-            f"broker kills: {rounds} rounds in {seconds:,.0f} s\n"
+            f"broker kills: {self.counts['kills']} rounds in {seconds:,.0f} s\n"
             f"  published confirmed {len(self.confirmed):,}, failed not sent {len(self.unsent):,}, "
             f"failed unknown {len(self.unknown):,}, stored {stored:,}\n"
             f"  delivered {self.counts['delivered']:,} of {len(self.attempts):,} events, "
@@ -292,6 +292,7 @@ async def _rounds(folder: Path, rounds: int, ledger: Ledger, rng: random.Random)
         await clients.start()
         for _ in range(rounds):
             await asyncio.sleep(rng.random() * LONGEST_LIFE_S)
+            ledger.counts["kills"] += 1
             clients.brace()
             await asyncio.to_thread(broker.kill)
             clients.check()
@@ -318,7 +319,7 @@ def broker_kill_rounds(
         stored = asyncio.run(_rounds(Path(folder) / "data", rounds, ledger, random.Random(seed)))
     for problem in ledger.problems[:MAX_SHOWN]:
         tell(f"FINDING {problem}")
-    tell(ledger.report(rounds, stored, time.monotonic() - began))
+    tell(ledger.report(stored, time.monotonic() - began))
     return int(bool(ledger.problems)), ledger
 
 

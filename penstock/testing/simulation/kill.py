@@ -76,6 +76,7 @@ def kill_rounds(rounds: int, *, seed: int = 1, tell: Callable[[str], None] = pri
     """Kill a child so many times; 0 when every promise was kept."""
     rng = random.Random(seed)
     promises = Promises()
+    number = 0
     with tempfile.TemporaryDirectory(prefix="penstock-kill-") as folder:
         for number in range(1, rounds + 1):
             _one_life(folder, number, promises, rng)
@@ -85,7 +86,7 @@ def kill_rounds(rounds: int, *, seed: int = 1, tell: Callable[[str], None] = pri
     for problem in promises.problems[:10]:
         tell(f"FINDING {problem}")
     tell(
-        f"kills: {rounds} rounds, {len(promises.places):,} acknowledged, {len(promises.flushed):,} "
+        f"kills: {number} rounds, {len(promises.places):,} acknowledged, {len(promises.flushed):,} "
         f"acked for good, {promises.redelivered:,} redelivered, {len(promises.problems)} findings"
     )
     return int(bool(promises.problems))
