@@ -141,6 +141,9 @@ class Recovery:
     def run(self) -> Recovered:
         """Read everything there is."""
         bases = file_bases(self.disk)
+        if not self.write:
+            # A writer that is starting, or syncs now and then, has files its watermark is not at yet.
+            bases = [base for base in bases if base <= self.watermark]
         wanted = [base for base in bases if base >= self.position]
         older = [base for base in bases if base < self.position]
         if older and (not wanted or wanted[0] != self.position):

@@ -354,6 +354,20 @@ def test_a_reader_follows_across_files(folder) -> None:
     assert [len(each) for each in events(found)][4:] == [300_000] * 8
 
 
+def test_a_reader_stops_at_the_watermark_when_files_lie_behind_it(folder) -> None:
+    """A writer was killed between its first file and its first commit, or syncs now and then."""
+    home, last = written(folder)
+    for offset in range(4, 12):
+        home.commit([(BATCH, batch(offset, b"y" * 300_000).encode_parts())], sync=False)
+    assert len([base for base in file_bases(home.disk) if base > last.end]) > 1
+    recovery = Recovery(home.disk, home.settings, write=False)
+    found = recovery.run()
+    assert events(found) == [b"event 0", b"event 1", b"event 2"]
+    home.journal.sync()
+    assert recovery.advance()
+    assert [len(each) for each in events(found)][4:] == [300_000] * 8
+
+
 def test_audited_actions_are_collected_with_a_reference_each(folder) -> None:
     home = folder()
     first, second = (
