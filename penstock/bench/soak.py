@@ -22,6 +22,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,7 @@ from penstock.model.setting import GIB
 from penstock.model.settings import Retention, Sealing, Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Coroutine, Sequence
 
     from penstock.bus.bus import Bus
 
@@ -258,26 +259,36 @@ def children() -> list[int]:
     return [int(pid) for task in tasks for pid in task.read_text().split()]
 
 
-def main() -> int:
-    """Run it, print it, and say whether memory and disk stayed in bounds."""
-    parser = argparse.ArgumentParser(prog="python -m penstock.bench.soak", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=None, help="how long to publish")
-    parser.add_argument("--gigabytes", type=float, default=None, help="how much to publish")
+def carry_out(
+    parser: argparse.ArgumentParser,
+    run: Callable[[argparse.Namespace, Path], Coroutine[Any, Any, dict[str, Any]]],
+) -> dict[str, Any]:
+    """Run a campaign in a folder of its own, which goes with it; keeps its result and prints it."""
     parser.add_argument("--dir", type=Path, default=Path(), help="which disk to use")
     parser.add_argument("--json", type=Path, default=None, help="where to write the result")
     given = parser.parse_args()
-    seconds = float("inf") if given.minutes is None else given.minutes * 60
-    size = float("inf") if given.gigabytes is None else given.gigabytes * 1e9
-    if given.minutes is None and given.gigabytes is None:
-        seconds = 600.0
-    place = Path(tempfile.mkdtemp(prefix=".penstock-soak-", dir=given.dir))
+    place = Path(tempfile.mkdtemp(prefix=f".penstock-{parser.prog.split('.')[-1]}-", dir=given.dir))
     try:
-        result = asyncio.run(soak(place, seconds, size))
+        result = asyncio.run(run(given, place))
     finally:
         shutil.rmtree(place, ignore_errors=True)
     if given.json is not None:
         given.json.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({name: value for name, value in result.items() if name != "readings"}))
+    return result
+
+
+def main() -> int:
+    """Run it, print it, and say whether memory and disk stayed in bounds."""
+    parser = argparse.ArgumentParser(prog="python -m penstock.bench.soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=inf, help="how long to publish")
+    parser.add_argument("--gigabytes", type=float, default=inf, help="how much to publish")
+
+    async def run(given: argparse.Namespace, place: Path) -> dict[str, Any]:
+        endless = given.minutes == given.gigabytes == inf
+        return await soak(place, 600.0 if endless else given.minutes * 60, given.gigabytes * 1e9)
+
+    result = carry_out(parser, run)
     return 0 if result["rss_steady"] and result["folder_bounded"] else 1
 
 

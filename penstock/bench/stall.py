@@ -12,14 +12,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import shlex
-import shutil
 import signal
 import statistics
 import sys
-import tempfile
 import time
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -33,6 +30,7 @@ from penstock.bench.soak import (
     MAX_SLOPE_MB_PER_MIN,
     READING_S,
     Reading,
+    carry_out,
     disk_bytes,
     rate,
     rss_mb,
@@ -194,17 +192,7 @@ def main() -> int:
     """Run it, print it, and say whether memory stayed level and the others worked on."""
     parser = argparse.ArgumentParser(prog="python -m penstock.bench.stall", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="how long to run")
-    parser.add_argument("--dir", type=Path, default=Path(), help="which disk to use")
-    parser.add_argument("--json", type=Path, default=None, help="where to write the result")
-    given = parser.parse_args()
-    place = Path(tempfile.mkdtemp(prefix=".penstock-stall-", dir=given.dir))
-    try:
-        result = asyncio.run(stall(place, given.minutes * 60))
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
-    if given.json is not None:
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({name: value for name, value in result.items() if name != "readings"}))
+    result = carry_out(parser, lambda given, place: stall(place, given.minutes * 60))
     return 0 if result["rss_steady"] and result["others_unharmed"] else 1
 
 

@@ -37,10 +37,6 @@ class Source(Protocol):
         """Entries to write, and the leases that may go out when they are durable."""
         ...
 
-    def has_news(self) -> bool:
-        """Whether `drain` would return anything."""
-        ...
-
     def news_bytes(self) -> int:
         """An upper bound on what `drain` would return takes in the journal."""
         ...
@@ -87,6 +83,8 @@ class CommitLoop:
         self._pending = Pending()
         self._wake = asyncio.Event()
         self._linger: asyncio.TimerHandle | None = None
+        self._due = False
+        """Whether what the machines have to write is worth a commit of its own by now."""
         self._room: deque[asyncio.Future[None]] = deque()
         self._flushes: list[asyncio.Future[None]] = []
         self._task: asyncio.Task[None] | None = None
@@ -126,17 +124,18 @@ class CommitLoop:
 
     def hurry(self) -> None:
         """There are leases to write down: commit now."""
+        self._due = True
         self._wake.set()
 
     def mention(self) -> None:
         """There are acks to write down: commit soon."""
-        if self._linger is None and not self._wake.is_set():
+        if self._linger is None and not self._due:
             loop = asyncio.get_running_loop()
             self._linger = loop.call_later(ACK_LINGER_S, self._lingered)
 
     def _lingered(self) -> None:
         self._linger = None
-        self._wake.set()
+        self.hurry()
 
     async def flush(self) -> None:
         """Return when everything drained and submitted so far is durable."""
@@ -168,7 +167,7 @@ class CommitLoop:
             while True:
                 await self._wake.wait()
                 self._wake.clear()
-                while self._pending or self._flushes or self._source.has_news():
+                while self._pending or self._flushes or self._due:
                     if not await self._step():
                         break
         except PenstockError as error:
@@ -225,7 +224,7 @@ class CommitLoop:
         except DiskFull as error:
             self._full = error
             self._full_until = self._runtime.now() + FULL_RETRY_S
-            asyncio.get_running_loop().call_later(FULL_RETRY_S, self._wake.set)
+            asyncio.get_running_loop().call_later(FULL_RETRY_S, self.hurry)
 
     def _first_bytes(self) -> int:
         """Room that the next commit needs at the least."""
@@ -235,10 +234,9 @@ class CommitLoop:
         now_us = self._runtime.wall_us()
         commit = self._journal.begin(now_us, self._first_bytes())
         taken = Taken(commit)
-        if self._source.has_news():
-            taken.drained = self._journal.fits(commit, self._source.news_bytes(), reserve=True)
-            if taken.drained:
-                self._drain(taken)
+        taken.drained = self._journal.fits(commit, self._source.news_bytes(), reserve=True)
+        if taken.drained:
+            self._drain(taken)
         if self._pending:
             before = len(commit)
             # Without room for what was settled there is none for new events either.
@@ -263,12 +261,14 @@ class CommitLoop:
     def _lease_at_once(self, taken: Taken) -> None:
         """Members that wait get leases in the commit of the events themselves, where there is room."""
         self._laid(taken.placed)
-        if self._source.has_news() and self._journal.fits(
-            taken.commit, self._source.news_bytes(), reserve=True
-        ):
+        if self._due and self._journal.fits(taken.commit, self._source.news_bytes(), reserve=True):
             self._drain(taken)
 
     def _drain(self, taken: Taken) -> None:
+        self._due = False
+        if self._linger is not None:  # what it waited for goes now
+            self._linger.cancel()
+            self._linger = None
         entries, leases = self._source.drain()
         taken.leases += leases
         if entries:

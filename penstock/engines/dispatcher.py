@@ -167,10 +167,6 @@ class Dispatcher:
 
     # -- for the commit loop -------------------------------------------------------------------
 
-    def has_news(self) -> bool:
-        """Whether the machines have entries to write."""
-        return bool(self._news)
-
     def news_bytes(self) -> int:
         """An upper bound on what `drain` would return takes in the journal."""
         return sum(group.news_bytes() for group in self._news.values())

@@ -367,9 +367,11 @@ class TcpLink(asyncio.BufferedProtocol):
             return
         self._loop.call_soon(self._lose)
         self._reason = self._reason or reason
-        if self._timer is not None:
-            self._timer.cancel()
-        self._greeting, self._unanswered_bytes = False, 0
+        for timer in (self._timer, self._resting):
+            if timer is not None:
+                timer.cancel()
+        # Nothing holds the reading any more: the client's own end must be seen.
+        self._greeting, self._unanswered_bytes, self._resting = False, 0, None
         self.hold(False)
         self._ending = True
         self._outbox.finish()

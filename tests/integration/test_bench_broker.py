@@ -6,7 +6,6 @@ report are compared once more.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,7 @@ from penstock.bench.cases.broker_flow import FLOW, Orders, Stream, flow
 from penstock.bench.cases.broker_peer import PenstockBroker, stored_in
 from penstock.bench.cases.broker_queue import fanout_apart, queue_apart
 from penstock.bench.client_process import Crew, all_of
-from penstock.bench.peers import make_peer
-from penstock.bench.peers.rabbitmq import server_path
+from penstock.bench.peers import Peer
 from penstock.model.errors import PenstockError
 from penstock.model.setting import MIB
 
@@ -201,28 +199,9 @@ async def test_stored_in_counts_one_topic(broker: PenstockBroker) -> None:
 
 # -- peers, producer and consumer apart ------------------------------------------------------------
 
-APART = [
-    "jetstream",
-    pytest.param(
-        "redis",
-        marks=pytest.mark.skipif(
-            shutil.which("redis-server") is None,
-            reason="redis-server is not installed: apt-get install redis-server",
-        ),
-    ),
-    pytest.param(
-        "rabbitmq",
-        marks=pytest.mark.skipif(
-            server_path() is None,
-            reason="rabbitmq-server is not installed: apt-get install rabbitmq-server",
-        ),
-    ),
-]
 
-
-@pytest.mark.parametrize("name", APART)
-async def test_peers_run_apart_too(name: str, tmp_path: Path) -> None:
-    peer = make_peer(name)
+@pytest.mark.parametrize("peer", ["jetstream", "redis", "rabbitmq"], indirect=True)
+async def test_peers_run_apart_too(peer: Peer, tmp_path: Path) -> None:
     await peer.start(tmp_path / "server")
     folder = tmp_path / "turn"
     folder.mkdir()

@@ -16,6 +16,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -33,8 +34,11 @@ from penstock import errors
 from penstock.core.entry import GroupSpec
 from penstock.core.retry import Retry
 from penstock.model.loader import load
+from penstock.server import storing
 from penstock.server.auth import Doorkeeper
 from penstock.server.daemon import Daemon
+from penstock.server.storing import MAX_REST_S
+from penstock.server.tcp_link import TcpLink
 from penstock.testing.broker_process import BrokerProcess
 from penstock.wire import message as say
 from penstock.wire.frame import ENVELOPE, MAGIC, Frame, Kind
@@ -118,6 +122,12 @@ def site(shared: Site) -> Iterator[Site]:
     assert shared.broker.pid == pid
     os.kill(pid, 0)
     assert not shared.complaints()
+
+
+def inside(folder: Path, flags: dict[str, Any]) -> Daemon:
+    """A broker in this process, over TCP alone: one that a test can look into."""
+    off = {f"server.{name}": "" for name in ("zmq", "pub", "http")}
+    return Daemon(folder / "data", load(None, {}, {**off, "server.tcp": "127.0.0.1:0", **flags}))
 
 
 @pytest_asyncio.fixture
@@ -763,22 +773,91 @@ async def test_a_log_of_many_small_batches_can_be_read(bus: penstock.Bus) -> Non
     assert sorted(found) == list(range(count))
 
 
+# -- a tenant over its rate --------------------------------------------------------------------------
+
+METERED, RATE_PER_S = "orders.created.v1.acme", 100
+
+
+@pytest_asyncio.fixture
+async def metered(tmp_path: Path) -> AsyncIterator[Daemon]:
+    """A broker that lets a tenant publish so much, and whose clock moves only when it is told to."""
+    daemon = inside(tmp_path, {"admission.tenants.acme.events_per_s": RATE_PER_S})
+    await daemon.start()
+    now_s = daemon.engine.runtime.now()
+    daemon.engine.runtime.now = lambda: now_s
+    yield daemon
+    await daemon.stop()
+
+
+@pytest_asyncio.fixture
+async def eager(metered: Daemon) -> AsyncIterator[penstock.Bus]:
+    """A client of that broker."""
+    async with penstock.connect(f"penstock://127.0.0.1:{metered.ports['tcp']}") as bus:
+        yield bus
+
+
+@pytest.mark.parametrize(("events", "rest_s"), [(2, 0.02), (80, MAX_REST_S)])
+async def test_a_client_over_its_rate_rests_for_a_moment_and_goes_on(
+    metered: Daemon,
+    eager: penstock.Bus,
+    monkeypatch: pytest.MonkeyPatch,
+    events: int,
+    rest_s: float,
+) -> None:
+    """T11: as long as it was told to wait, but 50 ms at most: it may have other things to say."""
+    rested: list[tuple[TcpLink, float, bool]] = []
+    rest = TcpLink.rest
+
+    def watched(link: TcpLink, seconds: float) -> None:
+        rest(link, seconds)
+        rested.append((link, seconds, link.holding))
+
+    monkeypatch.setattr(TcpLink, "rest", watched)
+    await eager.publish_many(METERED, [b"x"] * RATE_PER_S)
+    with pytest.raises(penstock.Throttled) as caught:
+        await eager.publish_many(METERED, [b"x"] * events)
+    assert caught.value.retry_after_s == pytest.approx(events / RATE_PER_S)
+    [(link, seconds, held)] = rested
+    assert (seconds, held) == (pytest.approx(rest_s), True)
+    async with asyncio.timeout(DEADLINE_S):
+        while link.holding:
+            await asyncio.sleep(0.005)
+        assert (await eager.publish("orders.created.v1.other", b"at once")).offset == 0
+    later_s = metered.engine.runtime.now() + caught.value.retry_after_s
+    metered.engine.runtime.now = lambda: later_s
+    assert (await eager.publish_many(METERED, [b"x"] * events)).offset == RATE_PER_S
+    assert metered._tcp.links == {link}, "it is the same connection"
+
+
+async def test_a_batch_over_the_rate_is_refused_on_the_loop_before_it_is_decoded(
+    metered: Daemon, eager: penstock.Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """T11: by its head. Decoding one of this size is for a thread, and admission is for the loop."""
+    asked: list[int] = []
+    decoded: list[int] = []
+
+    def watched(where: Any, name: str, threads: list[int]) -> None:
+        function = getattr(where, name)
+
+        def call(*args: Any) -> Any:
+            threads.append(threading.get_ident())
+            return function(*args)
+
+        monkeypatch.setattr(where, name, call)
+
+    watched(metered.engine.admission, "peek", asked)
+    watched(storing, "inbound", decoded)
+    batch = [random.randbytes(4_096)] * RATE_PER_S
+    await eager.publish_many(METERED, batch)
+    assert len(decoded) == 1
+    assert decoded != [threading.get_ident()]
+    with pytest.raises(penstock.Throttled):
+        await eager.publish_many(METERED, batch)
+    assert len(decoded) == 1
+    assert asked == [threading.get_ident()] * 2
+
+
 # -- a full disk, a clock that jumps -----------------------------------------------------------------
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A tmpfs of 10 MiB."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small disk needs root")
-    mount = tmp_path / "mount"
-    mount.mkdir()
-    words = ["mount", "-t", "tmpfs", "-o", "size=10m", "tmpfs", str(mount)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"mount was refused here: {done.stderr.strip()}")
-    yield mount
-    subprocess.run(["umount", "-l", str(mount)], check=True)
 
 
 async def fill(bus: penstock.Bus, stored: dict[int, bytes]) -> None:
@@ -833,14 +912,7 @@ async def test_a_disk_that_is_full_under_load(small_disk: Path) -> None:
 async def test_a_clock_that_jumps_back_an_hour(tmp_path: Path) -> None:
     """T6: append times never run back; leases, retries, heartbeats and sessions do not notice."""
     ahead_us = 0
-    listen = {f"server.{name}": "" for name in ("zmq", "pub", "http")}
-    flags = {
-        **listen,
-        "server.tcp": "127.0.0.1:0",
-        "server.heartbeat_s": 0.2,
-        "server.session_s": 1.0,
-    }
-    daemon = Daemon(tmp_path / "data", load(None, {}, flags))
+    daemon = inside(tmp_path, {"server.heartbeat_s": 0.2, "server.session_s": 1.0})
     daemon.engine.runtime.wall_us = lambda: time.time_ns() // 1_000 + ahead_us  # type: ignore[method-assign]
     await daemon.start()
     try:

@@ -761,6 +761,48 @@ async def test_a_noisy_tenant_does_not_hold_up_the_others(tmp_path, small) -> No
         await asyncio.gather(*flood)
 
 
+def test_an_event_for_a_consumer_that_waits_costs_one_commit(world) -> None:
+    """Its lease is in the commit of the event itself, and both are durable before it is handed over."""
+
+    async def commits(bus: penstock.Bus) -> int:
+        async with bus.subscribe("orders", group="g", max_inflight=5) as sub:
+            await bus.publish("orders", b"makes the topic")
+            await (await sub.get()).ack()
+            await bus.flush()
+            waiting = asyncio.create_task(sub.get())
+            await asyncio.sleep(1)
+            before = engine(bus).commits.commits
+            await bus.publish("orders", b"here")
+            assert (await waiting).payload == b"here"
+            return engine(bus).commits.commits - before
+
+    assert world().run(commits) == 1
+
+
+def test_acks_ride_the_commits_of_events_and_cost_none_of_their_own(world) -> None:
+    """Also those that arrive while a commit is being written: they do not follow it at once."""
+
+    async def commits(bus: penstock.Bus) -> int:
+        async with bus.subscribe("orders", group="g", max_inflight=50) as sub:
+            await bus.publish("orders", b"makes the topic")
+            await (await sub.get()).ack()
+            await bus.flush()
+            before = engine(bus).commits.commits
+
+            async def consume() -> None:
+                for _ in range(20):
+                    await (await sub.get()).ack()
+
+            consumer = asyncio.create_task(consume())
+            for _ in range(20):
+                await bus.publish("orders", b"x")
+                await asyncio.sleep(0.001)
+            await consumer
+            return engine(bus).commits.commits - before
+
+    assert world().run(commits) <= 21
+
+
 # -- small print ----------------------------------------------------------------------------------
 
 

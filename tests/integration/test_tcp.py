@@ -432,6 +432,38 @@ async def test_unanswered_requests_stop_the_reading(
     assert [(await soon(client.frames.get())).request for _ in range(64)] == list(range(1, 65))
 
 
+async def test_a_link_that_rests_reads_on_by_itself_and_not_before(harness: Harness) -> None:
+    """Neither an answer nor another wish to rest changes when: what was sent meanwhile waits."""
+    harness.broker.echo = False
+    client = await harness.client()
+    connection = harness.broker.connections[0]
+    client.link.send(Frame(Kind.PUBLISH, 1, b"", (bytes(MIB),)))
+    await until(lambda: len(connection.frames) == 2)
+    loop = asyncio.get_running_loop()
+    end_s = loop.time() + 0.3
+    connection.link.rest(0.3)
+    connection.link.rest(60.0)
+    connection.link.send(Frame(Kind.RESULT, 1, b""))
+    assert connection.link.holding
+    for number in (2, 3):
+        client.link.send(Frame(Kind.PUBLISH, number, b""))
+    await until(lambda: len(connection.frames) > 2)
+    assert loop.time() >= end_s
+    assert not connection.link.holding
+    await until(lambda: [frame.request for frame in connection.frames] == [0, 1, 2, 3])
+
+
+async def test_closing_a_link_that_rests_does_not_wait_for_the_rest(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_link, "LINGER_S", 60.0)
+    await harness.client()
+    connection = harness.broker.connections[0]
+    connection.link.rest(60.0)
+    connection.link.close()
+    await until(lambda: connection.link._transport.is_closing())
+
+
 async def test_a_bug_costs_one_connection(harness: Harness) -> None:
     client, control = await harness.client(), await harness.client()
     answer = await client.call(Frame(Kind.PUBLISH, 1, b"bug"))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,9 @@ async def test_a_stuck_consumer_is_an_error_not_a_hang(
 # -- client processes ------------------------------------------------------------------------------
 
 
-async def test_orders_are_carried_out_in_another_process(tmp_path: Path) -> None:
+async def test_orders_are_carried_out_in_another_process(
+    tmp_path: Path, gone: Callable[..., bool]
+) -> None:
     async with Crew(tmp_path, LOCK, LOCK) as clients:
         assert await all_of(*(client.order("acquire") for client in clients)) == [True, True]
         pids = {client.pid for client in clients}
@@ -134,7 +137,7 @@ async def test_one_failure_gives_up_the_other_orders(tmp_path: Path) -> None:
         assert time.monotonic() - began < 30
 
 
-def test_a_client_dies_with_us_even_by_kill_9(tmp_path: Path) -> None:
+def test_a_client_dies_with_us_even_by_kill_9(tmp_path: Path, gone: Callable[..., bool]) -> None:
     script = (
         "import asyncio, sys; from pathlib import Path\n"
         "from penstock.bench.client_process import ClientProcess\n"
@@ -162,19 +165,6 @@ def test_settings_of_this_machine_do_not_reach_a_client(monkeypatch: pytest.Monk
     environment = clean_environment()
     assert "PENSTOCK_DURABILITY_FSYNC" not in environment
     assert environment["HOME"] == "/nowhere"
-
-
-def gone(pid: int, within_s: float = 10.0) -> bool:
-    end = time.monotonic() + within_s
-    while time.monotonic() < end:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return True
-        if state == "Z":
-            return True
-        time.sleep(0.02)
-    return False
 
 
 # -- what is published, and what it costs ----------------------------------------------------------
@@ -326,7 +316,7 @@ def test_every_case_has_a_title_that_fits_a_line_and_parts_that_exist() -> None:
 
 
 def test_the_runner_starts_parts_once_and_lets_peers_run_a_function(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: Callable[..., bool]
 ) -> None:
     pids: list[int] = []
     made = Sample(per_s=100, p50_ms=1, p95_ms=1, p99_ms=1, cpu=1, rss_mb=1)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -80,20 +81,7 @@ async def test_operations_count_and_catch_loss(
         await OPERATIONS[operation](lossy, window)
 
 
-def gone(pid: int, within_s: float = 5.0) -> bool:
-    end = time.monotonic() + within_s
-    while time.monotonic() < end:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return True
-        if state == "Z":
-            return True
-        time.sleep(0.02)
-    return False
-
-
-def test_server_dies_with_us_even_by_kill_9(tmp_path: Path) -> None:
+def test_server_dies_with_us_even_by_kill_9(tmp_path: Path, gone: Callable[..., bool]) -> None:
     script = (
         "import sys, time; from pathlib import Path\n"
         "from penstock.bench.peers.server import Server\n"

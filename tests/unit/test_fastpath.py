@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from queue import Queue
 
 import pytest
 
@@ -69,4 +70,31 @@ async def test_an_error_comes_back_and_frees_the_thread() -> None:
     for _ in range(3):
         with pytest.raises(ValueError, match="invalid literal"):
             await path.run(LARGE, int, "x")
+    path.close()
+
+
+class Large:
+    """Tells which thread let go of it."""
+
+    def __init__(self, told: Queue[int]) -> None:
+        self._told = told
+
+    def __del__(self) -> None:
+        self._told.put(threading.get_ident())
+
+
+async def test_what_is_large_is_let_go_of_by_a_thread_and_what_is_small_here() -> None:
+    """T13: giving memory back takes time too; without threads the loop does it."""
+    path, here = FastPath(Settings()), threading.get_ident()
+
+    def dropped_by(size_bytes: int) -> int:
+        told: Queue[int] = Queue()
+        held = [Large(told)]
+        path.drop(held, size_bytes)
+        return told.get(timeout=10)
+
+    assert dropped_by(LARGE) == here, "no thread was needed yet, and none is started for this"
+    await path.run(LARGE, int)
+    assert dropped_by(LARGE - 1) == here
+    assert dropped_by(LARGE) != here
     path.close()

@@ -1,0 +1,41 @@
+"""What integration tests share: peers as far as they are installed, and a disk that is soon full."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.bench.peers import Peer, make_peer
+from penstock.bench.peers.rabbitmq import server_path
+
+# Servers that come with the system, and where they are; the others come with `penstock[bench]`.
+SYSTEM_SERVERS = {"redis": shutil.which("redis-server"), "rabbitmq": server_path()}
+
+
+@pytest.fixture
+def peer(request: pytest.FixtureRequest) -> Peer:
+    """A peer by its name, not started; parametrise it with `indirect=True`."""
+    name: str = request.param
+    if SYSTEM_SERVERS.get(name, name) is None:
+        pytest.skip(f"{name}-server is not installed: apt-get install {name}-server")
+    return make_peer(name)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of 10 MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small disk needs root")
+    mount = tmp_path / "mount"
+    mount.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", "size=10m", "tmpfs", str(mount)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"mount was refused here: {done.stderr.strip()}")
+    yield mount
+    subprocess.run(["umount", "-l", str(mount)], check=True)
