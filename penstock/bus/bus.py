@@ -250,11 +250,11 @@ class Bus:
             self.need("idempotency")
         return draft
 
-    def transaction(self) -> Transaction:
-        """Publishes, acks and cursors that happen together or not at all."""
+    def transaction(self, *, idempotency_key: str | None = None) -> Transaction:
+        """Publishes, acks and cursors that happen together or not at all; with a key, at most once."""
         self._check_open()
         self.need("transactions")
-        return Transaction(self)
+        return Transaction(self, idempotency_key)
 
     async def flush(self) -> None:
         """Every ack given so far is durable when this returns."""

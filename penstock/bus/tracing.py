@@ -204,7 +204,9 @@ async def publish(engine: Engine, draft: Draft, limits: Limits) -> Receipt:
         return await engine.publish(draft)
 
 
-async def transact(engine: Engine, transaction: Transaction, limits: Limits) -> list[Receipt]:
+async def transact(
+    engine: Engine, transaction: Transaction, limits: Limits
+) -> list[Receipt] | None:
     """What the bus does with a transaction while tracing is on: one publish, whatever is in it."""
     drafts = transaction.drafts
     if not drafts:

@@ -10,6 +10,7 @@ from penstock.engines.engine import Draft, Settle
 from penstock.engines.engine import Transaction as EngineTransaction
 from penstock.model.errors import InvalidInput
 from penstock.model.event import Event, Receipt
+from penstock.model.token import token_of_key
 
 if TYPE_CHECKING:
     from penstock.bus.bus import Bus
@@ -28,12 +29,36 @@ class Transaction:
     ...         return len(tx.receipts)
     >>> asyncio.run(transfer())
     2
+
+    With an idempotency key it happens at most once, whoever tries it again: in this process or in
+    another one, after a crash, at the same time. A key belongs to its tenant. It is known for
+    `dedup.window_s` at least, unless the tenant uses more than `dedup.capacity` keys in that time:
+    then the oldest are forgotten first. Of a repeated transaction nothing happens, its acks and
+    cursors included: when `repeated` is set, settle the events apart.
+
+    >>> async def twice() -> list[bool]:
+    ...     async with penstock.connect("mem:") as bus:
+    ...         seen = []
+    ...         for _ in range(2):
+    ...             async with bus.transaction(idempotency_key="invoice-7") as tx:
+    ...                 tx.publish("ledger.debits", {"amount": 5})
+    ...             seen.append(tx.repeated)
+    ...         return seen
+    >>> asyncio.run(twice())
+    [False, True]
     """
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, idempotency_key: str | None = None) -> None:
         self.receipts: list[Receipt] = []
+        """One for each publish, once it has happened."""
+        self.repeated = False
+        """Its key was that of an earlier transaction: nothing of this one happened."""
         self._bus = bus
         self._parts = EngineTransaction(drafts=[], acks=[], cursors=[])
+        if idempotency_key is not None:
+            bus.need("idempotency")
+            self._parts.key = token_of_key(idempotency_key)
+            self._parts.tenant = bus.identity.tenant
         self._open = True
 
     def publish(self, topic: str, value: Any, **options: Any) -> None:
@@ -77,7 +102,8 @@ class Transaction:
         if kind is None:
             bus = self._bus
             if tracing.tracer is None:
-                self.receipts = await bus.engine.transact(self._parts)
+                receipts = await bus.engine.transact(self._parts)
             else:
-                limits = bus.settings.limits
-                self.receipts = await tracing.transact(bus.engine, self._parts, limits)
+                receipts = await tracing.transact(bus.engine, self._parts, bus.settings.limits)
+            self.repeated = receipts is None
+            self.receipts = receipts or []

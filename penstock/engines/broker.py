@@ -25,6 +25,7 @@ from penstock.model.errors import (
     ConnectionLost,
     LeaseExpired,
     PenstockError,
+    Unsupported,
 )
 from penstock.model.event import Identity, Receipt
 from penstock.model.settings import Settings
@@ -93,8 +94,10 @@ class BrokerEngine:
         """Store events; durable at the broker when it returns."""
         return await self._publisher.publish(draft)
 
-    async def transact(self, transaction: Transaction) -> list[Receipt]:
-        """All of it or nothing."""
+    async def transact(self, transaction: Transaction) -> list[Receipt] | None:
+        """All of it or nothing; None, and nothing, when its key is that of an earlier one."""
+        if transaction.key is not None:
+            self._check_keys()
         parts: list[Bytes] = []
         drafts = [described(draft, parts) for draft in transaction.drafts]
         await self._rejoined()
@@ -107,15 +110,27 @@ class BrokerEngine:
         message = say.Transact(
             self._publisher.next_sequence(), drafts,
             [(settle.delivery.number, settle.index) for settle in transaction.acks],
-            [commit for _, commit in cursors],
+            [commit for _, commit in cursors], transaction.key,
         )  # fmt: skip
         answer = await self.channel.call(Kind.TRANSACT, message, parts)
+        published: say.Published = decode(answer.meta, say.Published)
+        if published.key_known:
+            return None
         for settle in transaction.acks:
             settle.delivery.end(settle.index, 1)
         for feed, commit in cursors:
             feed.committed(commit)
-        published: say.Published = decode(answer.meta, say.Published)
         return [receipt for receipt in published.receipts if receipt is not None]
+
+    def _check_keys(self) -> None:
+        """An older broker would not look at the key, and do everything again."""
+        welcome = self.channel.welcome
+        if welcome is not None and say.TRANSACTION_KEYS not in welcome.capabilities:
+            raise Unsupported(
+                "this broker is too old for transactions with an idempotency key; nothing happened. "
+                "Upgrade it, or give each publish a key of its own",
+                capability=say.TRANSACTION_KEYS,
+            )
 
     async def flush(self) -> None:
         """Everything settled so far is durable when it returns."""

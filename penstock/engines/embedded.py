@@ -34,6 +34,7 @@ from penstock.engines.engine import Draft, LogFeed, QueueFeed, Request, Subscrib
 from penstock.engines.groups import Groups
 from penstock.engines.housekeeping import Housekeeper
 from penstock.engines.intake import Intake
+from penstock.engines.keyring import Keyring
 from penstock.engines.layout import Layout, Placed
 from penstock.engines.logreader import LogGroup
 from penstock.engines.reading import event_at, stored_batches
@@ -115,6 +116,7 @@ class EmbeddedEngine:
         )
         self.topics = Topics(self)
         self.intake = Intake(self)
+        self.keyring = Keyring(self)
         for topic, spec in self.state.topics.items():
             self.topics.set_floors(topic, spec)
         for tenant, size in found.tenant_bytes.items():
@@ -279,7 +281,7 @@ class EmbeddedEngine:
         """Store events; durable when it returns."""
         return await self.intake.publish(draft)
 
-    async def transact(self, transaction: Transaction) -> list[Receipt]:
+    async def transact(self, transaction: Transaction) -> list[Receipt] | None:
         """Publishes, acks and cursors in one journal entry."""
         return await self.intake.transact(transaction)
 

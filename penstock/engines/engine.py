@@ -165,6 +165,9 @@ class Transaction(msgspec.Struct):
     drafts: list[Draft] = []
     acks: list[Settle] = []
     cursors: list[LogFeed] = []
+    key: bytes | None = None
+    """It happens at most once for this token and its tenant."""
+    tenant: str = "default"
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -188,8 +191,8 @@ class Engine(Protocol):
         """Store events; they are as durable as the settings say when it returns."""
         ...
 
-    async def transact(self, transaction: Transaction) -> list[Receipt]:
-        """All of it or nothing."""
+    async def transact(self, transaction: Transaction) -> list[Receipt] | None:
+        """All of it or nothing; None, and nothing, when its key is that of an earlier one."""
         ...
 
     async def subscribe(self, subscribe: Subscribe) -> QueueFeed | LogFeed:

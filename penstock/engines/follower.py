@@ -210,7 +210,7 @@ class FollowerEngine:
         """Refused."""
         raise _read_only()
 
-    async def transact(self, transaction: Transaction) -> list[Receipt]:
+    async def transact(self, transaction: Transaction) -> list[Receipt] | None:
         """Refused."""
         raise _read_only()
 

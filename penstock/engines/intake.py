@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.admission import ADMITTED
@@ -11,6 +12,7 @@ from penstock.core.entry import Entry
 from penstock.core.partition import partition_of, partitions_of
 from penstock.engines.bundle import combined
 from penstock.engines.engine import Draft, Transaction
+from penstock.engines.keyring import KeyKnown
 from penstock.engines.layout import MERGE_EVENTS, draft_bytes
 from penstock.engines.pending import Submission
 from penstock.engines.timekeeper import SCHEDULED
@@ -155,23 +157,35 @@ class Intake:
         when_taken: Callable[[list[Receipt]], list[Entry]] | None = None,
         check: Callable[[], None] | None = None,
     ) -> list[Receipt]:
-        """Write drafts and entries as one: all of it is durable when it returns, or none of it is."""
+        """Write drafts and entries as one: all of it is durable when it returns, or none of it is.
+
+        Receipts are one for each draft, however many partitions its events go to.
+        """
         if not drafts and not entries and when_taken is None:
             return []
         parts: list[tuple[Draft, int]] = []
+        shares: list[int] = []
         for draft in drafts:
             await self._engine.topics.ensure(draft.topic)
-            parts += self.split(draft)
+            pieces = self.split(draft)
+            shares.append(len(pieces))
+            parts += pieces
+
+        def with_places(taken: list[Receipt]) -> list[Entry]:
+            assert when_taken is not None
+            return when_taken(_by_draft(drafts, shares, taken))
+
         size = sum(draft_bytes(draft) for draft, _ in parts) + 1_024 * (1 + len(entries))
-        return await self._submit(
+        receipts = await self._submit(
             [part for part, _ in parts],
             [at for _, at in parts],
             size,
             drafts[0].tenant if drafts else "",
             list(entries),
-            when_taken,
+            with_places if when_taken is not None else None,
             check,
         )
+        return _by_draft(drafts, shares, receipts)
 
     async def submit_parts(
         self,
@@ -211,8 +225,14 @@ class Intake:
 
     async def transact(
         self, transaction: Transaction, note: Callable[[list[Receipt]], Entry] | None = None
-    ) -> list[Receipt]:
-        """Publishes, acks and cursors in one journal entry, with a note about where they went."""
+    ) -> list[Receipt] | None:
+        """Publishes, acks and cursors in one journal entry, with a note about where they went.
+
+        None when its key is known: nothing of it happens then.
+        """
+        keyring, owner, key = self._engine.keyring, transaction.tenant, transaction.key
+        if key is not None and await keyring.knows(owner, key):
+            return None
         # What is to be committed is settled now: a partition may be taken away while this waits.
         cursors: list[tuple[Any, list[Entry]]] = [
             (feed, feed.pending_commit())  # type: ignore[attr-defined]
@@ -223,6 +243,8 @@ class Intake:
             await self.prepare(draft)
 
         def check() -> None:
+            if key is not None:
+                keyring.check(owner, key)
             now = self._engine.runtime.now()
             for each in transaction.acks:
                 handle = each.delivery
@@ -232,7 +254,7 @@ class Intake:
 
         def entries(receipts: list[Receipt]) -> list[Entry]:
             now = self._engine.runtime.now()
-            written: list[Entry] = [] if note is None else [note(receipts)]
+            written: list[Entry] = [] if note is None else [note(receipts[:count])]
             for each in transaction.acks:
                 handle = each.delivery
                 written.append(handle.group.ack_now(handle.lease, each.index + handle.shift, now))
@@ -245,8 +267,27 @@ class Intake:
         held = {(id(a.delivery.lease), a.index + a.delivery.shift) for a in transaction.acks}
         if len(held) < len(transaction.acks):
             raise InvalidInput("an event is acked twice in one transaction; nothing happened")
-        check()
-        return await self.submit(transaction.drafts, when_taken=entries, check=check)
+        drafts, count = transaction.drafts, len(transaction.drafts)
+        if key is not None:
+            drafts = [*drafts, keyring.marker(owner, key)]
+        try:
+            check()
+            return (await self.submit(drafts, when_taken=entries, check=check))[:count]
+        except KeyKnown:  # another one with this key was faster
+            assert key is not None
+            await keyring.knows(owner, key)
+            return None
+
+
+def _by_draft(
+    drafts: Sequence[Draft], shares: Sequence[int], receipts: Sequence[Receipt]
+) -> list[Receipt]:
+    """The receipts of parts as those of the drafts they were cut from."""
+    rest = iter(receipts)
+    return [
+        combined(draft, list(islice(rest, share)))
+        for draft, share in zip(drafts, shares, strict=True)
+    ]
 
 
 def _by_partition(draft: Draft, partitions: list[int]) -> list[tuple[Draft, int]]:

@@ -38,7 +38,7 @@ from penstock.server.outlet import QueueOutlet
 from penstock.server.session import Session
 from penstock.wire.fault import to_fault
 from penstock.wire.frame import Frame, Kind
-from penstock.wire.message import Hello, Refused, Welcome, decode, encode
+from penstock.wire.message import TRANSACTION_KEYS, Hello, Refused, Welcome, decode, encode
 
 if TYPE_CHECKING:
     from penstock.server.link import Link
@@ -243,7 +243,7 @@ class Broker:
         session.hello, session.identity, session.restored = hello, identity, False
         welcome = Welcome(
             session.id, self.id, resumed, self._settings.heartbeat_s, self._settings.session_s,
-            identity.tenant, identity.subject, sorted(CAPABILITIES),
+            identity.tenant, identity.subject, sorted(CAPABILITIES | {TRANSACTION_KEYS}),
             self._settings.max_frame_bytes,
         )  # fmt: skip
         try:

@@ -20,6 +20,7 @@ from penstock.model.errors import AccessDenied, InvalidBatch, InvalidHeaders, In
 from penstock.model.event import Identity
 from penstock.model.role import ADMIN
 from penstock.model.settings import Limits
+from penstock.model.token import TOKEN_BYTES
 from penstock.model.topic import check_topic, is_system, is_wildcard, tenant_of
 from penstock.server.admin_tenancy import Tenancy
 from penstock.wire.frame import Bytes
@@ -78,6 +79,16 @@ def check_span(seconds: float | None) -> None:
     """Raise InvalidInput when a delay or an extension is no length of time."""
     if seconds is not None and not 0 <= seconds <= MAX_SPAN_S:
         raise InvalidInput(f"{seconds} s is no time to wait: 0 to {MAX_SPAN_S:g} s are allowed")
+
+
+def check_transaction_key(key: bytes) -> None:
+    """Raise InvalidInput when the key of a transaction does not fit the table of known ones."""
+    if len(key) != TOKEN_BYTES:
+        raise InvalidInput(
+            f"the key of a transaction has {TOKEN_BYTES} bytes, not {len(key)}; nothing happened. "
+            "Hash a longer one to that length",
+            key_bytes=len(key),
+        )
 
 
 def check_request(request: Request) -> None:

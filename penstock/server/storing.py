@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from penstock.bus import tracing
@@ -19,7 +19,7 @@ from penstock.model.errors import LeaseExpired, PenstockError, Rejected, Throttl
 from penstock.model.event import Identity, Receipt
 from penstock.model.settings import Limits
 from penstock.server.fastpath import FastPath
-from penstock.server.inbound import inbound, owner
+from penstock.server.inbound import check_transaction_key, inbound, owner
 from penstock.server.metrics_counters import Counters, duplicates_in
 from penstock.wire import message as say
 from penstock.wire.fault import to_fault
@@ -171,10 +171,16 @@ class Storing:
             return Frame(Kind.RESULT, frame.request, encode(say.Published(list(receipts))))
         limits, identity = self._engine.settings.limits, self._session.identity
         drafts = [inbound(meta, frame.parts, identity, limits) for meta in wish.drafts]
+        if wish.key is not None:
+            check_transaction_key(wish.key)
+            if await self._engine.keyring.knows(identity.tenant, wish.key):
+                return self._repeated(frame, drafts)  # whatever became of its leases
         transaction = Transaction(
             drafts=drafts,
             acks=[self._leased(delivery, index) for delivery, index in wish.acks],
             cursors=[],
+            key=wish.key,
+            tenant=identity.tenant,
         )
         for cursor in wish.cursors:
             outlet = self._session.log_outlet(cursor.feed)
@@ -184,19 +190,34 @@ class Storing:
         def note(taken: list[Receipt]) -> Entry:
             places: list[int] = []
             for number, receipt in enumerate(taken):
-                for part in receipt.parts or (receipt,):
+                for part in _pieces(receipt):
                     places += (number, part.partition, part.offset, part.count)
             return Produced(self._session.id, wish.sequence, places)
 
         started = time.perf_counter()
         done = await self._engine.intake.transact(transaction, note)
-        for draft, receipt in zip(drafts, done, strict=False):
+        if done is None:
+            return self._repeated(frame, drafts)
+        for draft, receipt in zip(drafts, done, strict=True):
             self._count(draft, receipt, time.perf_counter() - started)
         self._session.drop_settled({delivery for delivery, _ in wish.acks})
         return Frame(Kind.RESULT, frame.request, encode(say.Published(list(done))))
+
+    def _repeated(self, frame: Frame, drafts: Sequence[Draft]) -> Frame:
+        for draft in drafts:
+            self._tally.duplicates(draft.tenant, draft.topic, draft.count)
+        return Frame(Kind.RESULT, frame.request, encode(say.Published([], key_known=True)))
 
     def _leased(self, delivery: int, index: int) -> Settle:
         leased = self._session.leased(delivery)
         if leased is None or not 0 <= index < leased.batch.count:
             raise LeaseExpired("an event of the transaction is leased no more; nothing happened")
         return Settle(leased, index)
+
+
+def _pieces(receipt: Receipt) -> Iterator[Receipt]:
+    """The receipts of stretches that lie one behind another, all the way down."""
+    if not receipt.parts:
+        yield receipt
+    for part in receipt.parts:
+        yield from _pieces(part)

@@ -14,6 +14,9 @@ from penstock.core.entry import GroupSpec
 from penstock.model.errors import ProtocolViolation
 from penstock.model.event import Receipt
 
+TRANSACTION_KEYS = "transaction-keys"
+"""Among the capabilities of a Welcome: this broker heeds the key of a Transact."""
+
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """What all messages share."""
@@ -105,6 +108,8 @@ class Published(Message, frozen=True):
     receipts: list[Receipt | None]
     faults: dict[int, Fault] = {}
     """By index of the draft; its receipt is null then."""
+    key_known: bool = False
+    """Of Transact: its key was known, and nothing of it happened."""
 
 
 class Held(Message, frozen=True):
@@ -196,6 +201,8 @@ class Transact(Message, frozen=True):
     drafts: list[DraftMeta] = []
     acks: list[tuple[int, int]] = []
     cursors: list[Commit] = []
+    key: bytes | None = None
+    """16 bytes; it happens at most once for its key. Brokers that know it say TRANSACTION_KEYS."""
 
 
 class Read(Message, frozen=True):

@@ -104,6 +104,7 @@ class Result(say.Message, frozen=True):
     """The answer to Ask, as JSON."""
     events: list[EventItem] = []
     adopted: dict[int, list[int]] = {}
+    key_known: bool = False
 
 
 class Schema:

@@ -51,7 +51,7 @@ HONEST: list[tuple[Kind, say.Message | None]] = [
     (Kind.SUBSCRIBE, say.Subscribe(3, "firm", FIRM, "guest", 10, [HELD])),
     (Kind.PUBLISH, say.Publish(1, [FULL])),
     (Kind.PUBLISH, say.Publish(2, [LATER, say.DraftMeta(TOPIC, payloads=[b"x"])])),
-    (Kind.TRANSACT, say.Transact(3, [FULL], [(1, 0)], [say.Commit(2, [(TOPIC, 0, 1)])])),
+    (Kind.TRANSACT, say.Transact(3, [FULL], [(1, 0)], [say.Commit(2, [(TOPIC, 0, 1)])], bytes(16))),
     (Kind.SETTLE, say.Settle(1, [SETTLEMENT])),
     (Kind.SETTLE, say.Settle(2, [say.Settlement(1, 5, [4, 1])])),
     (Kind.FETCH, say.Feed(2)),

@@ -41,17 +41,14 @@ from penstock.testing.conformance.declared_order import (
     TestPriority,
     TestSingleActive,
 )
-from penstock.testing.conformance.declared_publish import (
-    TestIdempotency,
-    TestRequestReply,
-    TestTransactions,
-)
+from penstock.testing.conformance.declared_publish import TestIdempotency, TestRequestReply
 from penstock.testing.conformance.declared_time import (
     TestDelayed,
     TestSchedules,
     TestTimeReplay,
     TestTtl,
 )
+from penstock.testing.conformance.declared_transactions import TestTransactions
 from penstock.testing.conformance.groups import TestConnections, TestCredit, TestGroups
 from penstock.testing.conformance.handling import TestHandlers
 from penstock.testing.conformance.harness import Harness, UrlHarness

@@ -104,3 +104,23 @@ class TestDurable(Declared):
         assert second.duplicate
         assert second.ids() == first.ids()
         await bus.close()
+
+    async def test_transaction_keys(self, harness: Harness, topic: str) -> None:
+        """Where transactions and idempotency are declared too, a transaction stays done across a restart."""
+        if not {"transactions", "idempotency"} <= harness.capabilities:
+            pytest.skip("transactions or idempotency are not declared")
+
+        async def step() -> penstock.Bus:
+            bus = await harness.connect()
+            async with bus.transaction(idempotency_key=topic) as tx:
+                tx.publish(topic, b"x")
+            repeated.append(tx.repeated)
+            return bus
+
+        repeated: list[bool] = []
+        await step()
+        await harness.restart()
+        bus = await step()
+        assert repeated == [False, True]
+        assert payloads(await read(bus, topic)) == [b"x"]
+        await bus.close()

@@ -1,4 +1,4 @@
-"""Capabilities of publishing: transactions, idempotency, request-reply."""
+"""Capabilities of publishing: idempotency, request-reply."""
 
 from __future__ import annotations
 
@@ -12,123 +12,13 @@ import pytest
 import penstock
 from penstock import errors
 from penstock.testing.conformance.declared import Declared
-from penstock.testing.conformance.harness import (
-    entered,
-    nothing,
-    numbers,
-    payloads,
-    read,
-    stored,
-    take,
-)
+from penstock.testing.conformance.harness import numbers, payloads, read
 
 
 class Answer(msgspec.Struct):
     """A typed reply."""
 
     sum: int
-
-
-class Change(Exception):
-    """Raised inside a transaction to leave it."""
-
-
-class TestTransactions(Declared):
-    """Transactions"""
-
-    capability = "transactions"
-
-    async def call(self, bus: penstock.Bus, topic: str, group: str) -> None:
-        """Begin a transaction."""
-        await entered(bus.transaction())
-
-    async def test_together(self, bus: penstock.Bus, topic: str, group: str) -> None:
-        """Publishes to several topics and acks become visible together, when the block ends."""
-        source, left, right = f"{topic}.source", f"{topic}.left", f"{topic}.right"
-        await bus.publish(source, b"in")
-        async with bus.subscribe(source, group=group) as sub:
-            [event] = await take(sub, 1, ack=False)
-            async with bus.transaction() as tx:
-                tx.publish(left, b"1", key=b"k")
-                tx.publish_many(right, [b"2", b"3"])
-                tx.ack(event)
-                assert await stored(bus, left) == []
-                assert await stored(bus, right) == []
-            assert [receipt.count for receipt in tx.receipts] == [1, 2]
-        assert payloads(await read(bus, left)) == [b"1"]
-        assert payloads(await read(bus, right)) == [b"2", b"3"]
-        async with bus.subscribe(source, group=group) as sub:
-            await nothing(sub)
-
-    async def test_not_at_all(self, bus: penstock.Bus, topic: str, group: str) -> None:
-        """When the block is left by an exception, nothing of it has happened."""
-        source, target = f"{topic}.source", f"{topic}.target"
-        await bus.publish(source, b"in")
-
-        async def fail(event: penstock.Event) -> None:
-            async with bus.transaction() as tx:
-                tx.publish(target, b"out")
-                tx.ack(event)
-                raise Change
-
-        async with bus.subscribe(source, group=group) as sub:
-            [event] = await take(sub, 1, ack=False)
-            with pytest.raises(Change):
-                await fail(event)
-            assert await stored(bus, target) == []
-            await event.nack(delay_s=0.0)
-            [again] = await take(sub, 1)
-            assert again.id == event.id
-
-    async def test_bad_input(self, bus: penstock.Bus, topic: str) -> None:
-        """One publish that is refused refuses the whole transaction."""
-
-        async def fail() -> None:
-            async with bus.transaction() as tx:
-                tx.publish(topic, b"good")
-                tx.publish("bad..topic", b"x")
-
-        with pytest.raises(errors.InvalidTopic):
-            await fail()
-        assert await stored(bus, topic) == []
-
-    async def test_commit(self, bus: penstock.Bus, topic: str, group: str) -> None:
-        """A log group's cursor moves with the publishes of the transaction, or not at all."""
-        source, target = f"{topic}.source", f"{topic}.target"
-        await bus.publish_many(source, numbers(6))
-
-        async def step(sub: penstock.Subscription, *, fail: bool) -> None:
-            async with bus.transaction() as tx:
-                for event in await take(sub, 2):
-                    tx.publish(target, event.payload)
-                tx.commit(sub)
-                if fail:
-                    raise Change
-
-        async with bus.subscribe(source, group=group, mode="log") as sub:
-            await step(sub, fail=False)
-            with pytest.raises(Change):
-                await step(sub, fail=True)
-        async with bus.subscribe(source, group=group, mode="log") as sub:
-            await step(sub, fail=False)
-            await step(sub, fail=False)
-        assert payloads(await read(bus, target)) == numbers(6)
-
-    async def test_stale_ack(self, bus: penstock.Bus, topic: str, group: str) -> None:
-        """A transaction with an ack that cannot be taken publishes nothing."""
-        source, target = f"{topic}.source", f"{topic}.target"
-        await bus.publish(source, b"in")
-
-        async def twice(event: penstock.Event) -> None:
-            async with bus.transaction() as tx:
-                tx.publish(target, b"out")
-                tx.ack(event)
-
-        async with bus.subscribe(source, group=group) as sub:
-            [event] = await take(sub, 1)
-            with pytest.raises(errors.AlreadySettled):
-                await twice(event)
-        assert await stored(bus, target) == []
 
 
 class TestIdempotency(Declared):
