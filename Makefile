@@ -12,8 +12,8 @@ help:           ## show this list
 setup:          ## make .venv with the `penstock` command in it (quick when nothing changed)
 	@tools/setup
 
-run: setup      ## run the main job: the bus on embedded storage with sample producers and consumers
-	@$(PYTHON_BIN) -m penstock.cli demo
+run: setup      ## run the main job: a broker, sample producers, the risk-tag pipeline; FOR=60s ends it
+	@$(PYTHON_BIN) -m penstock.cli showcase $(if $(FOR),--for $(FOR))
 
 test: setup     ## run all tests
 	@$(PYTHON_BIN) -m pytest -n $(JOBS) --dist worksteal

@@ -6,6 +6,7 @@
 #   engines   memory, embedded, follower, broker: one shape, one conformance suite
 #   bus       the public API around an engine
 #   server    the daemon: sessions, ZeroMQ, TCP, HTTP around the embedded engine
+#   pipelines Spark: source, sink, tables, pipelines and how they run
 #   testing   simulator, simulated disk and loop, conformance suite
 #   bench     the benchmark harness and its peers
 #   cli       the `penstock` command
@@ -39,6 +40,7 @@ if typing.TYPE_CHECKING:
     from penstock.model.batch import EventBatch
     from penstock.model.event import Event, Identity, MessageId, Receipt
     from penstock.model.settings import Settings
+    from penstock.pipelines.pipeline import pipeline
 
 __version__ = "0.1.0"
 
@@ -60,6 +62,7 @@ _HOMES = {
     "Transaction": "penstock.bus.transaction",
     "connect": "penstock.bus.connect",
     "connect_sync": "penstock.bus.sync",
+    "pipeline": "penstock.pipelines.pipeline",
 }
 
 __all__ = [
@@ -80,6 +83,7 @@ __all__ = [
     "connect",
     "connect_sync",
     "errors",
+    "pipeline",
     *errors.__all__,
 ]
 

@@ -22,7 +22,7 @@ PACKAGE = ROOT / "penstock"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = (
-    "model", "core", "log", "wire", "engines", "bus", "server", "testing", "bench", "cli",
+    "model", "core", "log", "wire", "engines", "bus", "server", "pipelines", "testing", "bench", "cli",
 )  # fmt: skip
 """Lowest first, as the first comment of penstock/__init__.py states them."""
 
@@ -182,6 +182,7 @@ def entry_points() -> set[str]:
     return {
         "penstock",
         "penstock.cli.reference",  # prints docs/reference/cli.md; a test compares
+        "penstock.pipelines.source",  # found by Spark through pyspark_penstock
         *(value.partition(":")[0] for value in values),
         *(f"penstock.cli.{name}" for name in COMMANDS),
     }

@@ -76,6 +76,38 @@ def run(invocation: Invocation, case: str, vs: str, seconds: float | None, round
         raise click.exceptions.Exit(exits.FAILED)
 
 
+@command.command("nexmark")
+@click.option("--events", type=int, default=None, help="Events to make. Default: 1,000,000.")
+@click.option(
+    "--query", "queries", default="", metavar="Q,...", help="Queries to run, such as q0,q5. All."
+)
+@click.option(
+    "--rounds", type=int, default=None, help="Runs of each query on each side; medians count."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Which events to make.")
+@click.option(
+    "--dir",
+    "folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Where to put the events for the time of the run. Default: the current folder.",
+)
+@click.pass_obj
+def nexmark(invocation: Invocation, events: int | None, queries: str, rounds: int | None, seed: int, folder: Path | None) -> None:  # fmt: skip
+    """Run the Nexmark queries with Spark over a bus and over Parquet files, and check the results."""
+    from penstock.bench.nexmark import nexmark_table, run_nexmark
+
+    names = [name.strip() for name in queries.split(",") if name.strip()]
+    options: dict[str, Any] = {"events": events, "rounds": rounds}
+    options = {name: value for name, value in options.items() if value is not None}
+    with tempfile.TemporaryDirectory(prefix=".penstock-bench-", dir=folder or Path()) as place:
+        results = run_nexmark(names, folder=Path(place), seed=seed, progress=_progress, **options)
+    _end_progress()
+    if invocation.json:
+        output.print_json(results)
+    else:
+        _print_table(nexmark_table(results))
+
+
 def _progress(text: str, done: int, total: int) -> None:
     if sys.stderr.isatty():
         print(f"\r{done}/{total} {text}\x1b[K", end="", file=sys.stderr, flush=True)

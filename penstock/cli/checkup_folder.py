@@ -136,9 +136,11 @@ def check_format(folder: Path, *, may_be_new: bool = False) -> Check:
     """Whether the folder is one of ours, in a format we read; `may_be_new` takes an empty one too."""
     from penstock.log.disk import RealDisk
     from penstock.log.journal import FORMAT
-    from penstock.log.recovery import ABOUT, FOLDERS, check_folder
+    from penstock.log.recovery import ABOUT, FOLDERS, STAGING, check_folder
 
-    if may_be_new and (not folder.exists() or set(os.listdir(folder)) <= {"lock", *FOLDERS}):
+    if may_be_new and (
+        not folder.exists() or set(os.listdir(folder)) <= {"lock", STAGING, *FOLDERS}
+    ):
         return Check("format", "ok", f"new: format {FORMAT} will be written")
     check_folder(RealDisk(folder), write=False)
     text = (folder / ABOUT).read_text().strip()

@@ -44,6 +44,8 @@ from penstock.model.settings import Settings
 
 ABOUT = "penstock.json"
 FOLDERS = (FOLDER, "segments", "state", "side", "audit")
+STAGING = "staging"
+"""Where Spark's tasks leave rows until their driver publishes them; may be there before the rest."""
 
 
 class Recovered(NamedTuple):
@@ -92,7 +94,7 @@ def check_folder(disk: Disk, *, write: bool) -> None:
             f'write {{"format": {FORMAT}}} into it if this is a Penstock folder',
             path=ABOUT,
         )
-    others = [name for name in disk.list("") if name not in ("lock", *FOLDERS)]
+    others = [name for name in disk.list("") if name not in ("lock", STAGING, *FOLDERS)]
     if others or not write:
         found = f"it holds {others[:3]}" if others else "it is empty"
         raise NotADataFolder(

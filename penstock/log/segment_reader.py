@@ -20,7 +20,7 @@ from penstock.model.arrow import split_runs
 from penstock.model.errors import Corrupted, FormatTooNew
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from penstock.log.disk import Disk, File
     from penstock.model.batch import EventBatch
@@ -116,6 +116,36 @@ class SegmentReader:
                 if not whole or limit_events <= 0 or limit_bytes <= 0:
                     return found
         return found
+
+    def scan(
+        self, topic: str, partition: int, first: int, last: int, columns: Sequence[str]
+    ) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """Only some columns of offsets `first` to `last`: the first offset of each piece, and its rows.
+
+        Bytes that no column asked for needs are checked all the same, and not decoded.
+        """
+        for each in self._lanes.get((topic, partition), ()):
+            start, stop = max(first, each.first_offset), min(last, each.last_offset)
+            if start > stop:
+                continue
+            for index, begin, end in self._rows(each, start, stop):
+                rows = self._some_columns(index, columns).slice(begin, end - begin)
+                yield start, rows
+                start += end - begin
+
+    def _some_columns(self, index: int, columns: Sequence[str]) -> pa.RecordBatch:
+        parquet = self._open(verify=True)
+        self._check_span(index)
+        try:
+            table = parquet.read_row_group(index, columns=list(columns), use_threads=False)
+            if not columns:
+                return pa.RecordBatch.from_struct_array(
+                    pa.array([{}] * self.info.spans[index].rows, pa.struct([]))
+                )
+            (rows,) = table.combine_chunks().to_batches()
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise self._damaged(f"row group {index} cannot be decoded: {error}", index) from error
+        return rows
 
     def batches(self) -> Iterator[EventBatch]:
         """Every event, in the order of the file, as batches of at most a row group."""

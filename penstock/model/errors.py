@@ -55,6 +55,15 @@
     │   └── SessionExpired              connection.session-expired
     ├── AccessDenied                    access.*           who you are, and what you may do
     │   └── NotAuthenticated            access.unauthenticated
+    ├── PipelineError                   pipeline.*         pipelines on Spark
+    │   ├── UnfitEnvironment            pipeline.environment
+    │   └── PipelineFailed              pipeline.failed
+    ├── TableError                      table.*            a warehouse or one of its tables
+    │   ├── UnknownTable                table.unknown
+    │   ├── CommitConflict              table.conflict
+    │   ├── SchemaMismatch              table.schema
+    │   ├── TableChanged                table.changed
+    │   └── WarehouseFailed             table.warehouse
     ├── RequestTimedOut                 timeout.request
     └── BusClosed                       closed
 
@@ -75,6 +84,23 @@ from penstock.model.connection_errors import (
     WrongProtocolVersion,
 )
 from penstock.model.error import PenstockError
+from penstock.model.pipeline_errors import PipelineError, PipelineFailed, UnfitEnvironment
+from penstock.model.storage_errors import (
+    Corrupted,
+    FolderLocked,
+    FormatTooNew,
+    NotADataFolder,
+    StorageError,
+    WriterFailed,
+)
+from penstock.model.table_errors import (
+    CommitConflict,
+    SchemaMismatch,
+    TableChanged,
+    TableError,
+    UnknownTable,
+    WarehouseFailed,
+)
 
 __all__ = [
     "AccessDenied",
@@ -82,6 +108,7 @@ __all__ = [
     "AlreadySettled",
     "BrokerUnreachable",
     "BusClosed",
+    "CommitConflict",
     "ConfirmationNeeded",
     "ConnectionFailed",
     "ConnectionLost",
@@ -112,15 +139,21 @@ __all__ = [
     "OffsetExpired",
     "PayloadTooLarge",
     "PenstockError",
+    "PipelineError",
+    "PipelineFailed",
     "ProtocolViolation",
     "Refused",
     "Rejected",
     "ReplayLimited",
     "RequestTimedOut",
+    "SchemaMismatch",
     "SessionExpired",
     "StorageError",
+    "TableChanged",
+    "TableError",
     "TargetMismatch",
     "Throttled",
+    "UnfitEnvironment",
     "UnknownCodec",
     "UnknownCompressor",
     "UnknownDeadLetter",
@@ -129,8 +162,10 @@ __all__ = [
     "UnknownRoute",
     "UnknownSchedule",
     "UnknownScheme",
+    "UnknownTable",
     "UnknownTopic",
     "Unsupported",
+    "WarehouseFailed",
     "WriteOnce",
     "WriterFailed",
     "WrongProtocolVersion",
@@ -375,42 +410,6 @@ class DiskFull(Rejected):
     """The disk has no room for more events; reads go on, publishing resumes with space."""
 
     code = "rejected.disk-full"
-
-
-class StorageError(PenstockError):
-    """The data folder or the disk below it."""
-
-    code = "storage"
-
-
-class FolderLocked(StorageError):
-    """Another process writes this folder; `holder` names it."""
-
-    code = "storage.locked"
-
-
-class FormatTooNew(StorageError):
-    """The folder was written by a newer Penstock."""
-
-    code = "storage.format-too-new"
-
-
-class Corrupted(StorageError):
-    """Stored bytes fail their checksum or a file is missing; nothing was deleted."""
-
-    code = "storage.corrupted"
-
-
-class WriterFailed(StorageError):
-    """The disk refused to make data durable; the writer stopped for good."""
-
-    code = "storage.writer-failed"
-
-
-class NotADataFolder(StorageError):
-    """The path holds something else than a Penstock folder."""
-
-    code = "storage.not-a-folder"
 
 
 class RequestTimedOut(PenstockError):

@@ -283,3 +283,14 @@ def _explain(kind: str, shown: str, fault: _Fault) -> str:
         f"{kind} {shown!r} breaks rule {fault.rule} at character {fault.position}: "
         f"{fault.problem}; nothing was stored. {fault.remedy}"
     )
+
+
+def pattern_regex(pattern: str) -> str:
+    r"""A topic pattern as a regular expression over topics with a dot put before them.
+
+    >>> import re
+    >>> [bool(re.search(pattern_regex("a.#.c"), topic)) for topic in (".a.c", ".a.b.b.c", ".a.b")]
+    [True, True, False]
+    """
+    parts = {ONE_WORD: r"\.[^.]+", ANY_WORDS: r"(\.[^.]+)*"}
+    return "^" + "".join(parts.get(word, rf"\.{word}") for word in pattern.split(".")) + "$"

@@ -1,0 +1,205 @@
+"""`penstock showcase`: broker, producers of several tenants and the risk-tag pipeline, live.
+
+What `make run` runs: the whole product on one machine, and its books balanced at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from penstock.cli import exits, output
+from penstock.cli.invocation import DEFAULT_URL, Invocation, folder_of, leaf
+from penstock.cli.when import DURATION
+from penstock.model.errors import InvalidInput, PenstockError
+
+if TYPE_CHECKING:
+    from penstock.pipelines.builtin.evidence import Counts
+    from penstock.pipelines.builtin.stock import Balance
+    from penstock.testing.broker_process import BrokerProcess
+
+FOLDER = "./showcase-data"
+PIPELINE = "risk-tags"
+
+
+@leaf("showcase")
+@click.option("--for", "for_s", type=DURATION, help="Stop by itself after this long. Default: at Ctrl-C.")  # fmt: skip
+@click.option("--rate", type=click.FloatRange(1, 100_000), default=500.0, show_default=True, help="Evidence events a second, all tenants together.")  # fmt: skip
+@click.option("--master", help="Spark master. Default: local[*].")
+@click.pass_obj
+def command(invocation: Invocation, for_s: float | None, rate: float, master: str | None) -> None:
+    """Run the whole product: a broker, sample producers, and a Spark pipeline with its table.
+
+    Evidence of three tenants goes to a broker, with duplicates, late events and bad rows among it;
+    the pipeline risk-tags turns it into tags on the bus and in an Iceberg table. Lives in
+    ./showcase-data unless --url names another folder. Ends with 1 unless, for each tenant, every
+    event ended as a result, a duplicate, a late or a bad row.
+    """  # fmt: skip
+    from penstock.pipelines.requirement import check_requirements
+
+    check_requirements()
+    folder = folder_of(FOLDER if invocation.url == DEFAULT_URL else invocation.url)
+    if folder is None:
+        raise InvalidInput("the showcase starts a broker of its own: --url names a folder here")
+    with _stopping(for_s) as stopping:
+        books, table_rows = _run(invocation, folder, rate, master, stopping)
+    _report(invocation, folder, books, table_rows)
+    out = sum(each.out for each in books.values())
+    if not all(each.balanced for each in books.values()) or table_rows != out:
+        raise click.exceptions.Exit(exits.FAILED)
+
+
+@contextmanager
+def _stopping(for_s: float | None) -> Iterator[threading.Event]:
+    """Set by Ctrl-C, SIGTERM or the time; the second Ctrl-C ends the process as usual."""
+    event = threading.Event()
+
+    def stop(number: int, frame: Any) -> None:
+        event.set()
+        signal.signal(number, signal.default_int_handler)
+
+    before = {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM)}
+    timer = threading.Timer(for_s, event.set) if for_s else None
+    if timer is not None:
+        timer.daemon = True
+        timer.start()
+    try:
+        yield event
+    finally:
+        if timer is not None:
+            timer.cancel()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _run(
+    invocation: Invocation, folder: Path, rate: float, master: str | None, stopping: threading.Event
+) -> tuple[dict[str, Balance], int]:
+    from penstock.testing.broker_process import BrokerProcess
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with BrokerProcess(folder / "bus") as broker:
+        output.note(f"broker    {broker.url()}  admin http://127.0.0.1:{broker.ports['http']}")
+        producing = _Producing(broker, rate, stopping)
+        producing.start()
+        output.note("spark     starting (some seconds)")
+        try:
+            table_rows = _pipeline(invocation, folder, broker, master, producing)
+        finally:
+            stopping.set()
+            producing.join()
+        if producing.error is not None:
+            raise producing.error
+        return asyncio.run(_books(broker.url(), list(producing.published))), table_rows
+
+
+class _Producing(threading.Thread):
+    """The sample producers, on a loop of their own beside Spark."""
+
+    def __init__(self, broker: BrokerProcess, rate: float, stopping: threading.Event) -> None:
+        super().__init__(name="producers", daemon=True)
+        from penstock.pipelines.builtin.evidence import TENANTS, Counts
+
+        self.published: dict[str, Counts] = {tenant: Counts() for tenant in TENANTS}
+        self.error: PenstockError | None = None
+        self._url, self._rate, self._stopping = broker.url(), rate, stopping
+
+    def run(self) -> None:
+        try:
+            asyncio.run(self._produce())
+        except PenstockError as error:
+            self.error = error
+            self._stopping.set()
+
+    async def _produce(self) -> None:
+        import penstock
+        from penstock.pipelines.builtin.evidence import Producer, Sample
+
+        async with penstock.connect(self._url) as bus:
+            # Its own name in every evidence id: the folder may hold those of an earlier run.
+            producer = Producer(bus, Sample(run=f"{bus.wall_us():x}"), self._rate)
+            self.published = producer.published
+            ended = asyncio.Event()
+            producing = asyncio.create_task(producer.run(ended))
+            await asyncio.to_thread(self._stopping.wait)
+            ended.set()
+            await producing
+
+
+def _pipeline(
+    invocation: Invocation,
+    folder: Path,
+    broker: BrokerProcess,
+    master: str | None,
+    producing: _Producing,
+) -> int:
+    """The pipeline until producers have stopped and everything is done; returns its table's rows."""
+    from penstock.pipelines.discovery import find
+    from penstock.pipelines.display import watch
+    from penstock.pipelines.lakehouse.warehouse import Warehouse
+    from penstock.pipelines.run import Route, start
+    from penstock.pipelines.session import spark_session
+
+    spark = spark_session(master=master, verbose=invocation.verbose)
+    made = find(PIPELINE)
+    assert made.table is not None
+    with Warehouse(folder / "warehouse") as warehouse:
+        # The source reads the broker's own files: they are on this machine.
+        route = Route(url=str(folder / "bus"), to=broker.url(), warehouse=warehouse)
+        query = start(made, spark, route, checkpoint=folder / "state" / made.name)
+        try:
+            watch({made.name: query}, until=_caught_up(query, producing), quiet=invocation.json)
+        finally:
+            query.stop()
+        table = warehouse.table(made.table)
+        return _rows(spark, table.files())
+
+
+def _rows(spark: Any, files: list[str]) -> int:
+    return int(spark.read.parquet(*files).count()) if files else 0
+
+
+def _caught_up(query: Any, producing: _Producing) -> Callable[[], bool]:
+    """Whether the producers are done and the query has nothing left."""
+
+    def done() -> bool:
+        if producing.is_alive():
+            return False
+        query.processAllAvailable()
+        return True
+
+    return done
+
+
+async def _books(url: str, tenants: list[str]) -> dict[str, Balance]:
+    import penstock
+    from penstock.pipelines.builtin.stock import take_stock
+
+    async with penstock.connect(url) as bus:
+        return await take_stock(bus, tenants)
+
+
+def _report(
+    invocation: Invocation, folder: Path, books: dict[str, Balance], table_rows: int
+) -> None:
+    rows = [
+        {
+            "tenant": tenant, "events": each.events, "results": each.out,
+            "duplicates": each.duplicates, "late": each.late, "bad": each.bad, "lost": each.lost,
+            "repeated": each.repeated, "balanced": each.balanced,
+        }
+        for tenant, each in books.items()
+    ]  # fmt: skip
+    output.show_rows(invocation, rows, list(rows[0]) if rows else [])
+    for tenant, each in books.items():
+        if each.examples:
+            output.note(f"{tenant}: look at {', '.join(each.examples)}")
+    out = sum(each.out for each in books.values())
+    output.note(f"the table in {folder / 'warehouse'} holds {table_rows:,} rows of {out:,} results")

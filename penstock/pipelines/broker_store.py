@@ -1,0 +1,83 @@
+"""A store that asks a broker: for readers that do not see the folder, or may not."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from penstock.bus.connect import connect
+from penstock.bus.sync import LoopThread
+from penstock.engines.request import FindOffset
+from penstock.log.gather import gather
+from penstock.model.batch import EventBatch
+from penstock.model.errors import OffsetExpired
+from penstock.model.topic import is_system, is_wildcard, matches
+from penstock.pipelines.plan import Bounds, Split
+from penstock.pipelines.store import PIECE_BYTES, PIECE_EVENTS
+
+
+class BrokerStore:
+    """A broker, over one connection for all tasks of a process."""
+
+    def __init__(self, url: str, token: str | None = None) -> None:
+        self._thread = LoopThread()
+        flags: dict[str, Any] = {} if token is None else {"client__token": token}
+        self._bus = self._thread.call(lambda: connect(url, **flags))
+        self._thread.wait(self._bus.open())
+
+    def bounds(self, pattern: str) -> Bounds:
+        """First and end offset of every partition of the topics that match, as of now."""
+        found = self._thread.wait(self._bus.topics.list(system=is_system(pattern)))
+        wanted = (info for info in found if info.name == pattern or (
+            is_wildcard(pattern) and matches(pattern, info.name)
+        ))  # fmt: skip
+        return {
+            (info.name, part.partition): (part.first_offset, part.end_offset)
+            for info in wanted
+            for part in info.partitions
+        }
+
+    def find_time(self, topic: str, partition: int, time_us: int) -> int:
+        """The first offset appended at or after a time."""
+        found: int = self._thread.wait(self._bus.ask(FindOffset(topic, partition, time_us)))
+        return found
+
+    def event_bytes(self, topic: str, partition: int) -> int:
+        """Nobody but the broker knows."""
+        return 0
+
+    def rows(self, split: Split, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """The log's columns of these names, in this order, as they are stored."""
+        batches = self._bus.engine.read(split.topic, split.partition, split.start, split.stop)
+        at = split.start
+        while at < split.stop:
+            some = self._thread.wait(_some(batches))
+            if not some:
+                raise OffsetExpired(
+                    f"{split} was to be read, and the broker has nothing from {at} on: the topic "
+                    "was deleted and made anew, or this is another broker",
+                    topic=split.topic,
+                    partition=split.partition,
+                )
+            yield gather(some).select(list(columns))
+            at = some[-1].end_offset
+
+    def close(self) -> None:
+        """Leave the broker."""
+        self._thread.wait(self._bus.close())
+        self._thread.stop()
+
+
+async def _some(batches: AsyncIterator[EventBatch]) -> list[EventBatch]:
+    """The next batches, up to a piece."""
+    some: list[EventBatch] = []
+    events = size = 0
+    async for batch in batches:
+        some.append(batch)
+        events += batch.count
+        size += batch.size_bytes
+        if events >= PIECE_EVENTS or size >= PIECE_BYTES:
+            break
+    return some

@@ -1,0 +1,150 @@
+"""Evidence to risk tags: discovery jobs, fingerprints and vulnerabilities in, risk tags out.
+
+Every evidence event ends in exactly one place, so that the books can be balanced from the topics
+alone (`stock.take_stock`):
+
+* one row on `risk.tags.v1.<tenant>`, with its evidence id and its tags, of which there may be none;
+* on `evidence.bad.v1.<tenant>`, its payload unchanged and the reason in a header;
+* on `evidence.late.v1.<tenant>`, unchanged, when it came after the watermark had passed it;
+* nowhere, when a row with the same evidence id was taken before: a duplicate.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+from pyspark.sql import Window
+from pyspark.sql import functions as sql
+
+from penstock.core.schedule import parse_duration
+from penstock.pipelines.builtin.risk_rules import FIELDS, KINDS, load, risk_column, tags_column
+from penstock.pipelines.builtin.stock import BAD, LATE, SOURCE_HEADER, TAGS
+from penstock.pipelines.pipeline import pipeline
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame
+
+SCHEMA = ", ".join(f"{name} {kind}" for name, kind in FIELDS.items())
+RESULT = (
+    "tenant STRING, evidence_id STRING, kind STRING, asset STRING, risk STRING, "
+    "tags ARRAY<STRUCT<tag: STRING, severity: STRING>>, source STRING"
+)
+"""What a result row's payload holds."""
+LATE_AFTER = "10m"
+"""How late evidence may come, and how far apart a duplicate may be; state is kept for this long."""
+AHEAD = "1m"
+"""How far a producer's clock may be ahead of the log's. An event from further ahead is bad: it would
+carry the watermark with it, and everybody else's events would be late."""
+FAULT_HEADER = "evidence-fault"
+"""Header of a bad row: what is wrong with it."""
+WHOLE = ["tenant", "evidence_id"]
+"""What makes two evidence events the same one."""
+
+
+class Params(msgspec.Struct, forbid_unknown_fields=True):
+    """Parameters of `risk-tags`."""
+
+    rules: str = ""
+    """Path of a rules file; empty: those that come with Penstock."""
+
+
+@pipeline(
+    "risk-tags",
+    reads="evidence.#",
+    schema=SCHEMA,
+    late_after=LATE_AFTER,
+    table="risk.tags",
+    results=f"{TAGS}.*",
+    table_schema=RESULT,
+    params=Params,
+)
+def risk_tags(events: DataFrame, params: Params) -> DataFrame:
+    """Evidence in, deduplicated risk tags out; bad and late rows on topics of their own."""
+    rules = load(params.rules)
+    # What this pipeline writes lies below `evidence.` as well; read again it would go in circles.
+    own = sql.col("topic").startswith(f"{BAD}.") | sql.col("topic").startswith(f"{LATE}.")
+    judged = events.where(~own).select(
+        "*",
+        _fault().alias("reason"),
+        sql.concat_ws("/", "topic", "partition", "offset").alias("source"),
+    )
+    # A batch read knows no late rows: everything is there at once.
+    late = sql.col("late") if "late" in events.columns else sql.lit(False)
+    refused = sql.col("reason").isNotNull() | late
+    accepted = judged.where(~refused).withColumn("evidence_id", sql.col("value.evidence_id"))
+    return _tagged(_first_of_each(accepted), tags_column(rules)).unionByName(
+        _set_aside(judged.where(refused))
+    )
+
+
+def _fault() -> Column:
+    """Why an event is no evidence; null when it is."""
+    id_, kind = sql.col("value.evidence_id"), sql.col("value.kind")
+    kinds = ", ".join(KINDS)
+    latest = sql.col("append_time") + sql.expr(f"INTERVAL {_seconds(AHEAD)} SECONDS")
+    return (
+        sql.when(sql.col("fault").isNotNull(), sql.col("fault"))
+        .when(id_.isNull() | (id_ == ""), sql.lit("evidence_id is missing"))
+        .when(kind.isNull(), sql.lit("kind is missing"))
+        .when(
+            ~kind.isin(list(KINDS)),
+            sql.concat(sql.lit("kind is "), kind, sql.lit(f"; it is one of {kinds}")),
+        )
+        .when(
+            sql.col("event_time") > latest,
+            sql.lit(f"event_time is more than {AHEAD} after the event was appended"),
+        )
+    )
+
+
+def _seconds(duration: str) -> int:
+    return parse_duration(duration) // 1_000_000
+
+
+def _first_of_each(accepted: DataFrame) -> DataFrame:
+    """Each evidence once; which of several equal ones is only told apart by its source."""
+    if accepted.isStreaming:
+        # Spark drops what is behind its watermark without a word, so its watermark stays behind the
+        # source's, which takes no event for newer than its appending and marks rows as late.
+        delay = f"{_seconds(LATE_AFTER) + _seconds(AHEAD) + 1} seconds"
+        return accepted.withWatermark("event_time", delay).dropDuplicatesWithinWatermark(WHOLE)
+    # A batch can always choose the same one, so that a replay gives the same result.
+    order = Window.partitionBy(*WHOLE).orderBy("topic", "partition", "offset")
+    return accepted.withColumn("nth", sql.row_number().over(order)).where("nth = 1").drop("nth")
+
+
+def _tagged(accepted: DataFrame, tags: Column) -> DataFrame:
+    found = accepted.withColumn("tags", tags).withColumn("risk", risk_column(sql.col("tags")))
+    result = sql.struct(
+        "tenant", "evidence_id", "value.kind", "value.asset", "risk", "tags", "source"
+    )
+    return found.select(
+        sql.concat(sql.lit(f"{TAGS}."), sql.col("tenant")).alias("topic"),
+        sql.encode(sql.col("value.asset"), "UTF-8").alias("key"),
+        sql.expr("CAST(map() AS MAP<STRING, STRING>)").alias("headers"),
+        "event_time",
+        sql.encode(sql.to_json(result), "UTF-8").alias("payload"),
+    )
+
+
+def _set_aside(refused: DataFrame) -> DataFrame:
+    is_bad = sql.col("reason").isNotNull()
+    source = sql.create_map(sql.lit(SOURCE_HEADER), sql.col("source"))
+    fault = sql.create_map(sql.lit(FAULT_HEADER), sql.col("reason"))
+    named = (SOURCE_HEADER, FAULT_HEADER)
+    kept = sql.map_filter(
+        sql.coalesce(sql.col("headers"), sql.expr("CAST(map() AS MAP<STRING, STRING>)")),
+        lambda name, _: ~name.isin(list(named)),
+    )
+    return refused.select(
+        sql.concat(
+            sql.when(is_bad, sql.lit(f"{BAD}.")).otherwise(sql.lit(f"{LATE}.")), sql.col("tenant")
+        ).alias("topic"),
+        "key",
+        sql.when(is_bad, sql.map_concat(kept, source, fault))
+        .otherwise(sql.map_concat(kept, source))
+        .alias("headers"),
+        "event_time",
+        "payload",
+    )

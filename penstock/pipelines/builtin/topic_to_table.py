@@ -1,0 +1,26 @@
+"""Topic to table: the rows of a pattern as they are, to be kept as a table."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyspark.sql import functions as sql
+
+from penstock.pipelines.pipeline import pipeline
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+TABLE = "events"
+
+
+@pipeline("topic-to-table", reads="#", table=TABLE)
+def topic_to_table(events: DataFrame) -> DataFrame:
+    """Every event of a pattern as a row of a table, with typed columns where a schema is named.
+
+    `topic` is called `source_topic` in the table: a result row's `topic` is where it is to be
+    published, and these are not to be published again.
+    """
+    kept = events.withColumnRenamed("topic", "source_topic")
+    # The table is cut by tenant and day, so the day is there to be cut by.
+    return kept.withColumn("day", sql.to_date("append_time"))

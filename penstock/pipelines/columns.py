@@ -1,0 +1,107 @@
+"""The columns of an event as Spark sees it, and how the log's Arrow columns become them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from penstock.model.arrow import TIME
+from penstock.model.errors import InvalidInput
+from penstock.model.token import TOKEN_BYTES
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import StructType
+
+# Name, Spark's type, Arrow's type, and the log's column it is made from.
+EVENT_COLUMNS: dict[str, tuple[str, pa.DataType, str]] = {
+    "topic": ("STRING", pa.string(), "topic"),
+    "tenant": ("STRING", pa.string(), "tenant"),
+    "partition": ("INT", pa.int32(), "partition"),
+    "offset": ("BIGINT", pa.int64(), "offset"),
+    "id": ("BINARY", pa.binary(), "token"),
+    "append_time": ("TIMESTAMP", TIME, "append_time"),
+    "event_time": ("TIMESTAMP", TIME, "event_time"),
+    "key": ("BINARY", pa.binary(), "key"),
+    "headers": ("MAP<STRING, STRING>", pa.map_(pa.string(), pa.string()), "headers"),
+    "payload": ("BINARY", pa.binary(), "payload"),
+    "codec": ("STRING", pa.string(), "codec"),
+}
+VALUE, FAULT, LATE = "value", "fault", "late"
+NEVER_NULL = {"topic", "tenant", "partition", "offset", "id", "append_time", "event_time", "payload", "codec"}  # fmt: skip
+
+
+def row_ddl(names: Sequence[str], value_ddl: str | None, *, late: bool) -> str:
+    """The columns of a read as Spark DDL: those named, or all there are.
+
+    >>> row_ddl(["offset", "value"], "n BIGINT", late=False)
+    'offset BIGINT, value STRUCT<n BIGINT>'
+    """
+    known = {name: kind for name, (kind, _, _) in EVENT_COLUMNS.items()}
+    if value_ddl is not None:
+        known[VALUE], known[FAULT] = f"STRUCT<{value_ddl}>", "STRING"
+    if late:
+        known[LATE] = "BOOLEAN"
+    for name in names:
+        if name not in known:
+            raise InvalidInput(
+                f"there is no column {name!r}; there is {', '.join(known)}. `value` and `fault` "
+                "need the option `schema`, `late` needs `lateAfter`",
+                column=name,
+            )
+    return ", ".join(f"{name} {known[name]}" for name in names or known)
+
+
+def check_schema(wanted: StructType) -> None:
+    """Refuse columns of a schema that the source does not have, or has as another type."""
+    have = {name: kind for name, (kind, _, _) in EVENT_COLUMNS.items()}
+    have |= {FAULT: "STRING", LATE: "BOOLEAN"}
+    for each in wanted:
+        kind = each.dataType.simpleString()
+        if each.name == VALUE and kind.startswith("struct<"):
+            continue
+        expected = have.get(each.name, "STRUCT" if each.name == VALUE else None)
+        if expected is None:
+            raise InvalidInput(
+                f"the schema asks for a column {each.name!r}; there is {', '.join(have)}, {VALUE}"
+            )
+        if kind != expected.lower().replace(" ", ""):
+            raise InvalidInput(
+                f"column {each.name!r} is {expected}, and the schema asks for {kind.upper()}; "
+                "select the column and cast it"
+            )
+    if FAULT in wanted.names and VALUE not in wanted.names:
+        raise InvalidInput(f"`{FAULT}` says why there is no `{VALUE}`: read both columns")
+
+
+def log_columns(names: Sequence[str], *, decoded: bool, late: bool) -> list[str]:
+    """What must be read of the log to give these columns."""
+    wanted = {EVENT_COLUMNS[name][2] for name in names if name in EVENT_COLUMNS}
+    if decoded:
+        wanted |= {"payload", "codec"}
+    if late:
+        wanted.add("event_time")
+    return [each for _, _, each in EVENT_COLUMNS.values() if each in wanted]
+
+
+def plain(array: pa.Array) -> pa.Array:
+    """A column of the log in the form Spark takes: no dictionaries, no fixed sizes.
+
+    >>> plain(pa.array(["a", "a"]).dictionary_encode()).type
+    DataType(string)
+    """
+    kind = array.type
+    if pa.types.is_dictionary(kind):
+        return array.dictionary_decode()
+    if pa.types.is_fixed_size_binary(kind):
+        return _variable(array)
+    return array
+
+
+def _variable(tokens: pa.Array) -> pa.Array:
+    count, start = len(tokens), tokens.offset * TOKEN_BYTES
+    data = tokens.buffers()[1].slice(start, count * TOKEN_BYTES)
+    ends: Any = np.arange(count + 1, dtype=np.int32) * TOKEN_BYTES
+    return pa.Array.from_buffers(pa.binary(), count, [None, pa.py_buffer(ends), data])

@@ -1,0 +1,144 @@
+"""Why a query failed, in words: Spark wraps an error of ours in pages of Java, and this unwraps it.
+
+Sources and sinks name the events in hand with `reading`. The note travels in the traceback of the
+Python worker, which Spark passes on as text.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from penstock.model import errors
+from penstock.model.errors import InvalidInput, PenstockError, PipelineFailed
+from penstock.pipelines.plan import Place, Split
+
+MAX_NAMED = 3
+"""Stretches of offsets that a message names; the error's `splits` has them all."""
+_NOTE = "while reading "
+_CODES = {getattr(errors, name).code for name in errors.__all__}
+_OURS = re.compile(
+    r"^(?:\w+(?: \w+)*: )?penstock[\w.]*\.(\w+): (.+?) \[([a-z]+(?:[.-][a-z]+)*)\]",
+    re.MULTILINE | re.DOTALL,
+)
+_THEIRS = re.compile(r"^((?:[A-Za-z_]\w*\.)*[A-Z]\w*): (.+)$", re.MULTILINE)
+_NOTED = re.compile(_NOTE + r"(.+)")
+_SPLIT = re.compile(r"([^\s,()]+)/(\d+)/(\d+)\.\.(\d+)")
+_WORKER = re.compile(
+    r"Traceback \(most recent call last\):\n(.*?)(?=^=== |\Z)", re.MULTILINE | re.DOTALL
+)
+_SQLSTATE = re.compile(r"\s*SQLSTATE: \w+")
+_OFFSETS = re.compile(r"^Current (Committed|Available) Offsets: (.*)$", re.MULTILINE)
+
+_log = logging.getLogger(__name__)
+
+
+@contextmanager
+def reading(splits: Iterable[Split]) -> Iterator[None]:
+    """Name these stretches in any error that leaves the block.
+
+    >>> with reading([Split("orders", 0, 7, 9)]):
+    ...     raise ValueError("broken")
+    Traceback (most recent call last):
+    ValueError: broken
+    while reading orders/0/7..9
+    """
+    try:
+        yield
+    except Exception as error:
+        error.add_note(_NOTE + ", ".join(map(str, splits)))
+        raise
+
+
+def explain_failure(error: BaseException, pipeline: str | None = None) -> PenstockError:
+    """The error to show for one that came out of Spark: what failed, where, and what to do.
+
+    Attributes: `pipeline`, `cause` (the code of our error, or the name of another one), `topic`,
+    `partition`, `first` and `last` offset where they are known, and `splits`, all stretches.
+    """
+    if isinstance(error, PenstockError):
+        return error
+    text = str(error)
+    _log.debug("the pipeline %s failed: %s", pipeline, text)
+    cause, message = _reason(text)
+    splits, certain = _noted(text), True
+    if not splits:
+        splits, certain = _unfinished(text), False
+    place = _words(splits, certain)
+    name = f"the pipeline {pipeline!r}" if pipeline else "the pipeline"
+    data: dict[str, Any] = {"pipeline": pipeline, "cause": cause, "splits": splits}
+    if len(splits) == 1:
+        only = splits[0]
+        data |= {"topic": only.topic, "partition": only.partition}
+        data |= {"first": only.start, "last": only.stop - 1}
+    return PipelineFailed(
+        f"{name} failed{place}: {message} ({cause}). Its checkpoint stands at the last batch that "
+        "was done: correct this and run it again. --verbose shows all that Spark said",
+        **data,
+    )
+
+
+def _reason(text: str) -> tuple[str, str]:
+    """Code or name of the error, and its message."""
+    ours = [found for found in _OURS.finditer(text) if found[3] in _CODES]
+    if ours:
+        return ours[-1][3], ours[-1][2]
+    worker = _WORKER.search(text)
+    if worker is not None:
+        # The last line that begins at the margin is the error itself; frames are indented.
+        theirs = _THEIRS.findall(worker[1])
+        if theirs:
+            return theirs[-1][0].rpartition(".")[2], _SQLSTATE.sub("", theirs[-1][1])
+    first = text.partition("\n")[0]
+    inner = re.search(r"terminated with exception: (.*)", first)
+    return "spark", _SQLSTATE.sub("", inner[1] if inner else first).strip() or type(text).__name__
+
+
+def _noted(text: str) -> list[Split]:
+    """The stretches that `reading` named."""
+    noted = _NOTED.search(text)
+    return [
+        Split(topic, int(partition), int(start), int(stop))
+        for topic, partition, start, stop in _SPLIT.findall(noted[1] if noted else "")
+    ]
+
+
+def _unfinished(text: str) -> list[Split]:
+    """The stretches of the batch that failed: from the offsets committed to those available."""
+    ends = {kind: _places(line) for kind, line in _OFFSETS.findall(text)}
+    committed, available = ends.get("Committed", []), ends.get("Available", [])
+    splits = []
+    for number, place in enumerate(available):
+        before = committed[number] if number < len(committed) else Place({})
+        for lane, stop in sorted(place.offsets.items()):
+            start = before.offsets.get(lane, place.began.get(lane, 0))
+            if start < stop:
+                splits.append(Split(*lane, start, stop))
+    return splits
+
+
+def _places(line: str) -> list[Place]:
+    """Offsets of our sources in a line of Spark's, where each follows a name without quotes."""
+    places = []
+    for found in re.finditer(r'\{"penstock"', line):
+        try:
+            value, _ = json.JSONDecoder().raw_decode(line, found.start())
+            places.append(Place.from_json(value))
+        except (ValueError, InvalidInput):  # cut off, or of another version: then it is unknown
+            _log.debug("no offsets in %s", line)
+    return places
+
+
+def _words(splits: list[Split], certain: bool) -> str:
+    if not splits:
+        return ""
+    named = [
+        f"topic {each.topic!r}, partition {each.partition}, offsets {each.start} to {each.stop - 1}"
+        for each in splits[:MAX_NAMED]
+    ]
+    more = f" and {len(splits) - MAX_NAMED} more" if len(splits) > MAX_NAMED else ""
+    return f" {'at' if certain else 'in the batch of'} {'; '.join(named)}{more}"

@@ -1,0 +1,170 @@
+"""A store that reads a folder's files itself: sealed segments by column, the journal by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from penstock.log.disk import RealDisk
+from penstock.log.eventlog import InSegment
+from penstock.log.gather import gather
+from penstock.log.recovery import Recovery, check_folder
+from penstock.log.segment import SegmentInfo
+from penstock.log.segment_reader import SegmentReader
+from penstock.model.batch import EventBatch
+from penstock.model.errors import Corrupted, OffsetExpired
+from penstock.model.settings import Settings
+from penstock.model.topic import is_system, matches
+from penstock.pipelines.plan import Bounds, Split
+from penstock.pipelines.store import PIECE_BYTES, PIECE_EVENTS
+
+# What a segment says of every row of a stretch at once need not be read row by row.
+CONSTANT = ("topic", "partition", "offset")
+
+
+class FolderStore:
+    """A folder that another process may be writing; sees what is committed."""
+
+    def __init__(self, folder: str, token: str | None = None) -> None:
+        self._disk = RealDisk(Path(folder))
+        self._open()
+
+    def _open(self) -> None:
+        check_folder(self._disk, write=False)
+        self._recovery = Recovery(self._disk, Settings(), write=False)
+        self._recovery.run()
+        self._log = self._recovery.log
+        self._readers: dict[int, SegmentReader] = {}
+
+    def _advance(self) -> None:
+        try:
+            self._recovery.advance()
+        except OffsetExpired:  # it was sealed and reclaimed unseen: the segments have it
+            self.close()
+            self._open()
+        live = {info.id for info in self._log.manifest.segments()} if self._readers else set()
+        for number in set(self._readers) - live:
+            self._readers.pop(number).close()
+
+    def bounds(self, pattern: str) -> Bounds:
+        """First and end offset of every partition of the topics that match, as of now."""
+        self._advance()
+        system = is_system(pattern)
+        return {
+            (topic, partition): self._log.bounds(topic, partition)
+            for topic, spec in sorted(self._recovery.fold.state.topics.items())
+            if (system or not is_system(topic)) and matches(pattern, topic)
+            for partition in range(spec.partitions)
+        }
+
+    def find_time(self, topic: str, partition: int, time_us: int) -> int:
+        """The first offset appended at or after a time."""
+        return self._log.find_time(topic, partition, time_us)
+
+    def event_bytes(self, topic: str, partition: int) -> int:
+        """About what an event takes, by the last stretch that was sealed."""
+        ranges = self._log.manifest.ranges(topic, partition)
+        return ranges[-1][1].event_bytes // ranges[-1][1].rows if ranges else 0
+
+    def rows(self, split: Split, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """The log's columns of these names, in this order, as they are stored."""
+        at, moved = split.start, False
+        self._advance()
+        while at < split.stop:
+            try:
+                for behind, piece in self._piece(split, at, columns):
+                    yield piece
+                    at, moved = behind, False
+            except (Corrupted, FileNotFoundError):
+                # A file that was sealed, merged or reclaimed since the look-up is no damage.
+                if moved:
+                    raise
+                moved = True
+                self._advance()
+
+    def _piece(
+        self, split: Split, at: int, columns: Sequence[str]
+    ) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """The next rows where they lie now, each with the offset behind it."""
+        sources = self._log.plan(
+            split.topic, split.partition, at, min(PIECE_EVENTS, split.stop - at)
+        )
+        if not sources:
+            self._end_is_before(split, at)
+        first = sources[0]
+        if isinstance(first, InSegment):
+            last = min(at + self._stretch(first.info, split, at), split.stop) - 1
+            scan = self._reader(first.info).scan(
+                split.topic, split.partition, at, last, [n for n in columns if n not in CONSTANT]
+            )
+            for start, rows in scan:
+                yield from _pieces(_completed(rows, columns, split, start), start)
+        else:
+            batches = self._log.load(sources, at, min(PIECE_EVENTS, split.stop - at))
+            yield from _pieces(_gathered(batches, columns), at)
+
+    def _stretch(self, info: SegmentInfo, split: Split, at: int) -> int:
+        for each in info.ranges:
+            if (each.topic, each.partition) == (split.topic, split.partition) and (
+                each.first_offset <= at <= each.last_offset
+            ):
+                return each.last_offset + 1 - at
+        raise AssertionError(f"{info.path} does not hold {split}")
+
+    def _end_is_before(self, split: Split, at: int) -> None:
+        first, end = self._log.bounds(split.topic, split.partition)
+        raise OffsetExpired(
+            f"{split.topic}/{split.partition}/{at} is not there: the log has {first} to {end - 1}. "
+            "The checkpoint belongs to another folder, or the topic was deleted and made anew",
+            topic=split.topic,
+            partition=split.partition,
+            first_offset=first,
+            end_offset=end,
+        )
+
+    def _reader(self, info: SegmentInfo) -> SegmentReader:
+        reader = self._readers.get(info.id)
+        if reader is None:
+            reader = self._readers[info.id] = SegmentReader(self._disk, info)
+        return reader
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for reader in self._readers.values():
+            reader.close()
+        self._log.close()
+        self._log.manifest.close()
+
+
+def _gathered(batches: Sequence[EventBatch], columns: Sequence[str]) -> pa.RecordBatch:
+    return gather(batches).select(list(columns))
+
+
+def _completed(
+    rows: pa.RecordBatch, columns: Sequence[str], split: Split, start: int
+) -> pa.RecordBatch:
+    """Add the columns that are the same, or count up, in a whole stretch."""
+    count = rows.num_rows
+    arrays = []
+    for name in columns:
+        if name == "topic":
+            arrays.append(pa.repeat(pa.scalar(split.topic, pa.string()), count))
+        elif name == "partition":
+            arrays.append(pa.array(np.full(count, split.partition, dtype=np.int32)))
+        elif name == "offset":
+            arrays.append(pa.array(np.arange(start, start + count, dtype=np.int64)))
+        else:
+            arrays.append(rows.column(name))
+    return pa.RecordBatch.from_arrays(arrays, names=list(columns))
+
+
+def _pieces(rows: pa.RecordBatch, start: int) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """Cut rows so that none is much larger than a piece; each with the offset behind it."""
+    parts = max(1, -(-rows.nbytes // PIECE_BYTES))
+    size = -(-rows.num_rows // parts)
+    for begin in range(0, rows.num_rows, size):
+        piece = rows.slice(begin, size)
+        yield start + begin + piece.num_rows, piece

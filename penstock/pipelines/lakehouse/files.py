@@ -1,0 +1,159 @@
+"""Rows into Parquet files, as a task on an executor does it: one file per tenant and day.
+
+What a task wrote is a list of `WrittenFile`; nobody sees the files until the driver commits them.
+Files of attempts that failed are in no list and therefore in no table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from penstock.pipelines.lakehouse.fit import days_of, fit
+from penstock.pipelines.lakehouse.table import Layout, WrittenFile
+from penstock.pipelines.lakehouse.warehouse import filesystem
+
+# Rows wait until a row group is worth its overhead, but never so many that a worker, which Spark
+# gives about half a gigabyte, would notice.
+ROW_GROUP_BYTES = 32 * 1024 * 1024
+WAITING_BYTES = 128 * 1024 * 1024
+# A task with rows of more tenants and days than this closes the longest unused file and may begin
+# another one for the same tenant later.
+MAX_OPEN_FILES = 64
+HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
+
+Key = tuple[str | None, int | None]
+
+
+def write_rows(
+    batches: Iterable[pa.RecordBatch],
+    layout: Layout,
+    rejects: Layout,
+    task: str,
+    properties: Mapping[str, str],
+) -> Iterator[WrittenFile]:
+    """Write rows that fit to one table's files and the others to its dead letters' files."""
+    good = PartitionWriter(layout, task, properties)
+    bad = PartitionWriter(rejects, task, properties)
+    for batch in batches:
+        fitting, rejected = fit(batch, layout.schema)
+        good.add(fitting)
+        bad.add(rejected)
+    yield from good.finish()
+    for each in bad.finish():
+        yield msgspec.structs.replace(each, rejected=True)
+
+
+class PartitionWriter:
+    """Open files of one task, each of one tenant and day."""
+
+    def __init__(self, layout: Layout, task: str, properties: Mapping[str, str]) -> None:
+        self._layout = layout
+        self._task = task
+        self._fs, self._root = filesystem(layout.folder, properties)
+        self._waiting: dict[Key, list[pa.RecordBatch]] = {}
+        self._sizes: dict[Key, int] = {}
+        self._open: dict[Key, _OpenFile] = {}
+        self._done: list[WrittenFile] = []
+        self._begun = 0
+
+    def add(self, rows: pa.RecordBatch) -> None:
+        """Take rows of any tenants and days."""
+        for key, part in split(rows, self._layout):
+            self._waiting.setdefault(key, []).append(part)
+            self._sizes[key] = self._sizes.get(key, 0) + part.nbytes
+            if self._sizes[key] >= ROW_GROUP_BYTES:
+                self._flush(key)
+        while sum(self._sizes.values()) > WAITING_BYTES:
+            self._flush(max(self._sizes, key=self._sizes.__getitem__))
+
+    def finish(self) -> list[WrittenFile]:
+        """Write what waits and close all files."""
+        for key in list(self._waiting):
+            self._flush(key)
+        for key in list(self._open):
+            self._close(key)
+        return self._done
+
+    def _flush(self, key: Key) -> None:
+        parts = self._waiting.pop(key)
+        del self._sizes[key]
+        table = pa.Table.from_batches(parts, self._layout.schema).combine_chunks()
+        file = self._open.pop(key, None) or self._begin(key)
+        self._open[key] = file  # last in the dict is last used
+        file.writer.write_table(table)
+        file.rows += table.num_rows
+
+    def _begin(self, key: Key) -> _OpenFile:
+        if len(self._open) >= MAX_OPEN_FILES:
+            self._close(next(iter(self._open)))
+        folder = hive_folder(key) if self._layout.hive else ""
+        name = f"{folder}{self._layout.prefix}part-{self._task}-{self._begun}.parquet"
+        self._begun += 1
+        path = f"{self._root}/{name}"
+        self._fs.create_dir(path.rpartition("/")[0], recursive=True)
+        sink = self._fs.open_output_stream(path)
+        # Dictionaries pay for names; of payloads there are hardly two alike.
+        names = [field.name for field in self._layout.schema if pa.types.is_string(field.type)]
+        writer = pq.ParquetWriter(
+            sink, self._layout.schema, compression="zstd", use_dictionary=names
+        )
+        return _OpenFile(path, f"{self._layout.folder}/{name}", sink, writer)
+
+    def _close(self, key: Key) -> None:
+        file = self._open.pop(key)
+        file.writer.close()
+        size = file.sink.tell()
+        file.sink.close()
+        self._done.append(WrittenFile(file.uri, file.rows, size, *key))
+
+
+class _OpenFile:
+    def __init__(self, path: str, uri: str, sink: Any, writer: pq.ParquetWriter) -> None:
+        self.path, self.uri, self.sink, self.writer = path, uri, sink, writer
+        self.rows = 0
+
+
+def hive_folder(key: Key) -> str:
+    """Folders that name a partition, as Hive, Spark and DuckDB read them.
+
+    >>> hive_folder(("acme", 20408))
+    'tenant=acme/day=2025-11-16/'
+    """
+    tenant, day = key
+    date = HIVE_NULL if day is None else str(np.datetime64(day, "D"))
+    return f"tenant={HIVE_NULL if tenant is None else quote(tenant, safe='')}/day={date}/"
+
+
+def split(rows: pa.RecordBatch, layout: Layout) -> Iterator[tuple[Key, pa.RecordBatch]]:
+    """Rows by tenant and day; nearly always a batch of a task has one or few of each."""
+    if not rows.num_rows:
+        return
+    cut = layout.cut
+    nothing = pa.nulls(rows.num_rows)
+    tenants = (rows.column(cut.tenant) if cut.tenant else nothing).cast(pa.string())
+    days = (days_of(rows.column(cut.day)) if cut.day else nothing).cast(pa.int32())
+    keys = pa.record_batch({"tenant": tenants, "day": days})
+    codes = tenants.dictionary_encode(null_encoding="encode").indices.to_numpy().astype(np.int64)
+    codes = (
+        codes * rows.num_rows + days.dictionary_encode(null_encoding="encode").indices.to_numpy()
+    )
+    if (codes == codes[0]).all():
+        yield _key(keys, 0), rows
+        return
+    order = np.argsort(codes, kind="stable")
+    ordered = rows.take(pa.array(order))
+    sorted_codes = codes[order]
+    starts = np.flatnonzero(np.append(True, sorted_codes[1:] != sorted_codes[:-1])).tolist()
+    for start, stop in zip(starts, [*starts[1:], rows.num_rows], strict=True):
+        yield _key(keys, int(order[start])), ordered.slice(start, stop - start)
+
+
+def _key(keys: pa.RecordBatch, row: int) -> Key:
+    return keys.column(0)[row].as_py(), keys.column(1)[row].as_py()

@@ -1,0 +1,1 @@
+"""Nexmark: an auction house as a stream, queries over it, and their results by another engine."""

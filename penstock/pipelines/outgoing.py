@@ -1,0 +1,118 @@
+"""Rows on their way onto the bus: Arrow columns to batches by topic, and one transaction for all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from penstock.bus.bus import Bus
+from penstock.bus.connect import connect
+from penstock.bus.sync import LoopThread
+from penstock.model.arrow import TIME
+from penstock.model.errors import InvalidInput
+
+ENVELOPE = ("key", "headers", "event_time")
+BATCH_EVENTS = 100_000
+
+
+def check_columns(names: list[str], topic: str | None) -> None:
+    """Refuse rows that cannot become events, before the first of them is made."""
+    unknown = sorted(set(names) - {"topic", "payload", *ENVELOPE})
+    if "payload" not in names:
+        raise InvalidInput(
+            "rows need a `payload` column of bytes or text; make one with "
+            f"to_json(struct(...)). The columns are {', '.join(names)}"
+        )
+    if unknown:
+        raise InvalidInput(
+            f"the sink does not know the column {unknown[0]!r}: it takes payload, topic, "
+            f"{', '.join(ENVELOPE)}. Put the rest into the payload with to_json(struct(...))"
+        )
+    if topic is None and "topic" not in names:
+        raise InvalidInput("rows need a `topic` column, or the sink the option `topic`")
+
+
+def by_topic(rows: pa.RecordBatch, topic: str | None) -> Iterator[tuple[str, pa.Table]]:
+    """The rows of each topic as columns that `publish_many` takes.
+
+    >>> rows = pa.record_batch({"topic": ["a", "b", "a"], "payload": [b"1", b"2", b"3"]})
+    >>> [(name, part.num_rows) for name, part in by_topic(rows, None)]
+    [('a', 2), ('b', 1)]
+    """
+    table = pa.Table.from_batches([rows])
+    if "topic" not in table.column_names:
+        assert topic is not None
+        yield topic, _as_events(table)
+        return
+    names = table.column("topic")
+    if names.null_count:
+        if topic is None:
+            raise InvalidInput(
+                f"{names.null_count} rows have no topic, and the sink has no option `topic`"
+            )
+        names = pc.fill_null(names, topic)
+    rest = table.drop_columns(["topic"])
+    for name in pc.unique(names).to_pylist():
+        yield name, _as_events(rest.filter(pc.equal(names, name)))
+
+
+def _as_events(table: pa.Table) -> pa.Table:
+    if "event_time" in table.column_names:
+        at = table.column_names.index("event_time")
+        times = table.column(at).cast(TIME)
+        if times.null_count == len(times):
+            return table.remove_column(at)
+        table = table.set_column(at, "event_time", times)
+    payload = table.column("payload")
+    if payload.null_count:
+        raise InvalidInput(
+            f"{payload.null_count} rows have a null payload; nothing of this batch was published. "
+            "Filter them out, or coalesce them to an empty text"
+        )
+    return table
+
+
+class Outlet:
+    """A bus to publish to, kept open in a thread of its own."""
+
+    def __init__(self, url: str, token: str | None) -> None:
+        self._thread = LoopThread()
+        flags: dict[str, Any] = {} if token is None else {"client__token": token}
+        self._bus: Bus = self._thread.call(lambda: connect(url, **flags))
+        try:
+            self._thread.wait(self._bus.open())
+        except BaseException:
+            self._thread.stop()
+            raise
+
+    def publish(self, rows: Iterable[pa.RecordBatch], topic: str | None, key: str) -> bool:
+        """All rows or none, once for the key; False when they had been published before."""
+        return self._thread.wait(self._publish(rows, topic, key))
+
+    async def _publish(self, rows: Iterable[pa.RecordBatch], topic: str | None, key: str) -> bool:
+        async with self._bus.transaction(idempotency_key=key) as transaction:
+            for batch in rows:
+                for name, table in by_topic(batch, topic):
+                    for start in range(0, table.num_rows, BATCH_EVENTS):
+                        part = table.slice(start, BATCH_EVENTS)
+                        transaction.publish_many(name, part)
+        return not transaction.repeated
+
+    def close(self) -> None:
+        """Leave the bus."""
+        self._thread.wait(self._bus.close())
+        self._thread.stop()
+
+
+_open: dict[tuple[str, str | None], Outlet] = {}
+
+
+def outlet_at(url: str, token: str | None) -> Outlet:
+    """The outlet of a broker, the same one for the life of this process."""
+    key = (url, token)
+    if key not in _open:
+        _open[key] = Outlet(url, token)
+    return _open[key]

@@ -1,0 +1,192 @@
+"""Payloads as typed columns: JSON and Arrow payloads to one struct column, a batch at a time.
+
+Arrow's parser takes a whole batch of JSON payloads as lines. Where one of them does not fit, the
+suspects are found and looked at one by one, and the others go through the parser again: a bad row
+gets a null and the reason, and costs its neighbours nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.json as pj
+
+from penstock.model.codec import codecs
+from penstock.model.errors import DecodeFailed
+
+MAX_REASON_CHARS = 200
+JSON, ARROW = "json", "arrow"
+
+
+class Decoder:
+    """Turns payloads into structs of one type.
+
+    >>> fields = pa.struct([("n", pa.int64())])
+    >>> value, fault = Decoder(fields).decode(pa.array([b'{"n": 1}', b'{"n": "x"}']), ["json"] * 2)
+    >>> value.to_pylist(), fault.is_valid().to_pylist()
+    ([{'n': 1}, None], [False, True])
+    """
+
+    def __init__(self, fields: pa.StructType) -> None:
+        self.fields = fields
+        self._schema = pa.schema(list(fields))
+        self._parse = pj.ParseOptions(
+            explicit_schema=self._schema, unexpected_field_behavior="ignore"
+        )
+        self._suspicious = msgspec.json.Decoder(dict[str, Any])
+
+    def decode(self, payloads: pa.Array, codec: Sequence[str]) -> tuple[pa.Array, pa.Array]:
+        """Values, null where a payload does not fit, and the reasons."""
+        kinds = np.asarray(codec)
+        if (kinds == ARROW).any():
+            return self._by_codec(payloads, kinds)
+        return self._json(payloads)
+
+    # -- JSON ------------------------------------------------------------------------------------
+
+    def _json(self, payloads: pa.Array) -> tuple[pa.Array, pa.Array]:
+        whole = self._lines(payloads)
+        if whole is not None:
+            return whole, pa.nulls(len(payloads), pa.string())
+        good = pa.array([self._looks_good(each.as_py()) for each in payloads])
+        kept = np.flatnonzero(good.to_numpy(zero_copy_only=False))
+        return self._one_by_one(payloads, list(self._halved(payloads, kept)))
+
+    def _halved(self, payloads: pa.Array, kept: Any) -> Iterator[tuple[Any, pa.Array]]:
+        """Parse what looked good; where the parser is stricter, each half alone."""
+        clean = self._lines(payloads.take(pa.array(kept)))
+        if clean is not None:
+            yield kept, clean
+        elif len(kept) > 1:
+            middle = len(kept) // 2
+            yield from self._halved(payloads, kept[:middle])
+            yield from self._halved(payloads, kept[middle:])
+
+    def _one_by_one(
+        self, payloads: pa.Array, clean: list[tuple[Any, pa.Array]]
+    ) -> tuple[pa.Array, pa.Array]:
+        """Put the parsed rows back where they were, with the rest between them."""
+        pieces = [values for _, values in clean]
+        faults: list[str | None] = [None] * len(payloads)
+        place = np.full(len(payloads), -1, dtype=np.int64)
+        following = 0
+        for kept, values in clean:
+            place[kept] = np.arange(following, following + len(values))
+            following += len(values)
+        for index in np.flatnonzero(place < 0).tolist():
+            value, faults[index] = self._alone(payloads[index].as_py())
+            if value is not None:
+                pieces.append(value)
+                place[index] = following
+                following += 1
+        order = pa.array(place, mask=place < 0)
+        joined = pa.concat_arrays(pieces) if pieces else pa.array([], self.fields)
+        return joined.take(order), pa.array(faults, pa.string())
+
+    def _alone(self, payload: bytes) -> tuple[pa.Array | None, str | None]:
+        if not payload:
+            return None, "the payload is empty"
+        try:
+            found = self._suspicious.decode(payload)
+        except msgspec.MsgspecError as error:
+            return None, f"not a JSON object: {error}"[:MAX_REASON_CHARS]
+        # One line, whatever the white space in it was.
+        try:
+            table = self._table(msgspec.json.encode(found))
+        except pa.ArrowException as error:
+            return None, f"does not fit the schema: {error}"[:MAX_REASON_CHARS]
+        return _struct(table, self.fields), None
+
+    def _looks_good(self, payload: bytes) -> bool:
+        if not payload or b"\n" in payload:
+            return False
+        try:
+            found = self._suspicious.decode(payload)
+        except msgspec.MsgspecError:
+            return False
+        return all(_plausible(found.get(each.name), each.type) for each in self.fields)
+
+    def _lines(self, payloads: pa.Array) -> pa.Array | None:
+        """All payloads at once; None when one of them does not fit or is not one line."""
+        if not len(payloads):
+            return pa.array([], self.fields)
+        try:
+            joined = pc.binary_join(
+                pa.ListArray.from_arrays([0, len(payloads)], payloads.cast(pa.binary())), b"\n"
+            )[0].as_buffer()
+            table = self._table(joined)
+        except pa.ArrowException:
+            return None
+        return _struct(table, self.fields) if table.num_rows == len(payloads) else None
+
+    def _table(self, lines: Any) -> pa.Table:
+        size = max(len(lines) + 1, 1 << 16)
+        reading = pj.ReadOptions(use_threads=False, block_size=min(size, (1 << 31) - 1))
+        return pj.read_json(pa.BufferReader(lines), read_options=reading, parse_options=self._parse)
+
+    # -- Arrow -----------------------------------------------------------------------------------
+
+    def _by_codec(self, payloads: pa.Array, kinds: Any) -> tuple[pa.Array, pa.Array]:
+        pieces: list[pa.Array] = []
+        faults: list[str | None] = []
+        for payload, kind in zip(payloads, kinds, strict=True):
+            if kind == ARROW:
+                value, fault = self._arrow(payload.as_py())
+                pieces.append(value)
+                faults.append(fault)
+            else:
+                values, fault_column = self._json(pa.array([payload.as_py()], pa.binary()))
+                pieces.append(values)
+                faults.append(fault_column[0].as_py())
+        return pa.concat_arrays(pieces), pa.array(faults, pa.string())
+
+    def _arrow(self, payload: bytes) -> tuple[pa.Array, str | None]:
+        nothing = pa.nulls(1, self.fields)
+        try:
+            table: pa.Table = codecs.get(ARROW).decode(payload)
+            if table.num_rows != 1:
+                return nothing, f"an Arrow payload of {table.num_rows} rows; one is one value"
+            columns = [
+                table.column(each.name).combine_chunks().cast(each.type)
+                if each.name in table.column_names
+                else pa.nulls(1, each.type)
+                for each in self.fields
+            ]
+        except (DecodeFailed, pa.ArrowException) as error:
+            return nothing, f"does not fit the schema: {error}"[:MAX_REASON_CHARS]
+        return pa.StructArray.from_arrays(columns, fields=list(self.fields)), None
+
+
+def _struct(table: pa.Table, fields: pa.StructType) -> pa.Array:
+    # The parser adds nothing that was not asked for, and gives the columns in its own order.
+    columns = [_one(table.column(each.name)).cast(each.type) for each in fields]
+    return pa.StructArray.from_arrays(columns, fields=list(fields))
+
+
+def _one(column: pa.ChunkedArray) -> pa.Array:
+    joined = column.combine_chunks()
+    return joined if isinstance(joined, pa.Array) else pa.concat_arrays(joined.chunks)
+
+
+def _plausible(value: Any, kind: pa.DataType) -> bool:
+    """A quick look that lets no wrong JSON type pass; the parser has the last word."""
+    if value is None:
+        return True
+    if pa.types.is_integer(kind):
+        return type(value) is int
+    if pa.types.is_floating(kind):
+        return type(value) in (int, float)
+    if pa.types.is_boolean(kind):
+        return type(value) is bool
+    if pa.types.is_struct(kind):
+        return isinstance(value, dict) and all(
+            _plausible(value.get(each.name), each.type) for each in kind
+        )
+    if pa.types.is_list(kind):
+        return isinstance(value, list) and all(_plausible(each, kind.value_type) for each in value)
+    return isinstance(value, str)

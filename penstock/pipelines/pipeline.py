@@ -1,0 +1,135 @@
+"""Pipelines: functions from DataFrames to a DataFrame, with what a runner must know beside them.
+
+The decorator returns the function it was given, so it is called in tests like any other.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from penstock.model.errors import AlreadyExists, InvalidInput
+
+F = TypeVar("F", bound=Callable[..., Any])
+Mode = Literal["stream", "batch"]
+
+
+@dataclass(frozen=True)
+class Input:
+    """What one argument of a pipeline's function reads."""
+
+    topics: str
+    """A topic pattern, `evidence.#`."""
+    schema: str | None = None
+    """Types of the payload as DDL, `host STRING, score DOUBLE`: gives the columns `value` and `fault`."""
+    late_after: str | None = None
+    """Allowed lateness, `10m`: gives the column `late`."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A named function and its surroundings."""
+
+    name: str
+    function: Callable[..., Any]
+    reads: Mapping[str, Input] = field(default_factory=dict)
+    """Inputs by argument; none for a job that reads something else: it gets `spark`."""
+    writes: str | None = None
+    """The topic of the rows that name none themselves."""
+    table: str | None = None
+    """The table that results join, too: rows with no topic, or on a topic of `results`."""
+    results: str | None = None
+    """A pattern: of rows that name a topic, those that are results, not set aside."""
+    table_schema: str | None = None
+    """Types of the payload of results as DDL: the table's columns, beside the event time."""
+    params: type[msgspec.Struct] | None = None
+    """Parameters with their defaults; the function gets one as `params`."""
+    mode: Mode = "stream"
+    output_mode: Literal["append", "update", "complete"] = "append"
+
+    @property
+    def summary(self) -> str:
+        """The first line of the function's docstring."""
+        return (inspect.getdoc(self.function) or "").partition("\n")[0]
+
+
+class Pipelines(dict[str, Pipeline]):
+    """Pipelines by name."""
+
+    def add(self, made: Pipeline) -> None:
+        """Add one; a name is taken once, except by the same function loaded again."""
+        known = self.get(made.name)
+        if known is not None and _place(known.function) != _place(made.function):
+            raise AlreadyExists(
+                f"there are two pipelines named {made.name!r}: {_place(known.function)} and "
+                f"{_place(made.function)}. Rename one"
+            )
+        self[made.name] = made
+
+
+registered = Pipelines()
+"""Every pipeline decorated so far in this process."""
+
+
+def _place(function: Callable[..., Any]) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def pipeline(
+    name: str,
+    *,
+    reads: str | Mapping[str, str | Input] | None = None,
+    writes: str | None = None,
+    table: str | None = None,
+    results: str | None = None,
+    table_schema: str | None = None,
+    schema: str | None = None,
+    late_after: str | None = None,
+    params: type[msgspec.Struct] | None = None,
+    mode: Mode = "stream",
+    output_mode: Literal["append", "update", "complete"] = "append",
+) -> Callable[[F], F]:
+    """Name a function from DataFrames to a DataFrame as a pipeline; the function stays as it is.
+
+    >>> @pipeline("doubled", reads="numbers.#", writes="doubles", schema="n BIGINT")
+    ... def doubled(events):
+    ...     return events.selectExpr("value.n * 2 AS n")
+    >>> registered["doubled"].reads["events"].topics
+    'numbers.#'
+    """
+
+    def decorate(function: F) -> F:
+        arguments = [each for each in inspect.signature(function).parameters if each != "params"]
+        alone = isinstance(reads, str)
+        given: Mapping[str, Any] = dict.fromkeys(arguments[:1], reads) if alone else reads or {}  # type: ignore[assignment]
+        inputs = {
+            argument: each if isinstance(each, Input) else Input(each, schema, late_after)
+            for argument, each in given.items()
+        }
+        unknown = sorted(set(inputs) - set(arguments))
+        if unknown:
+            raise InvalidInput(
+                f"pipeline {name!r} reads into {unknown[0]!r}, which is no argument of "
+                f"{_place(function)}: it has {', '.join(arguments) or 'none'}"
+            )
+        registered.add(
+            Pipeline(
+                name=name,
+                function=function,
+                reads=inputs,
+                writes=writes,
+                table=table,
+                results=results,
+                table_schema=table_schema,
+                params=params,
+                mode=mode,
+                output_mode=output_mode,
+            )
+        )
+        return function
+
+    return decorate

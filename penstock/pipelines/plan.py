@@ -1,0 +1,127 @@
+"""Plans: which offsets a batch covers and how tasks share them; numbers only, no files.
+
+The same offsets are always cut into the same tasks, so a batch that Spark repeats after a crash
+puts every event into the task it was in before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from penstock.model.errors import InvalidInput
+
+Lane = tuple[str, int]
+Offsets = dict[Lane, int]
+Bounds = dict[Lane, tuple[int, int]]
+FORMAT = 1
+
+
+class Split(msgspec.Struct, frozen=True):
+    """A stretch of one partition; `stop` is the first that is left out."""
+
+    topic: str
+    partition: int
+    start: int
+    stop: int
+
+    def __str__(self) -> str:
+        return f"{self.topic}/{self.partition}/{self.start}..{self.stop}"
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a query is: the next offset of each partition, and the newest event time so far."""
+
+    offsets: Offsets
+    newest_us: int = 0
+    began: Offsets = {}
+    """Where the partitions that this batch is the first to read begin."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The form Spark keeps in its checkpoint.
+
+        >>> Place({("orders", 0): 7}).as_json()
+        {'penstock': 1, 'topics': {'orders': {'0': 7}}, 'newest_us': 0, 'began': {}}
+        """
+        return {
+            "penstock": FORMAT,
+            "topics": _nested(self.offsets),
+            "newest_us": self.newest_us,
+            "began": _nested(self.began),
+        }
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Place:
+        """Read it back; what another source wrote is refused."""
+        if found.get("penstock") != FORMAT or not isinstance(found.get("topics"), dict):
+            raise InvalidInput(
+                f"the checkpoint holds {str(dict(found))[:120]}, which no Penstock source of this "
+                "version wrote: it belongs to another query. Give this query a checkpoint of its own"
+            )
+        newest_us = int(found.get("newest_us", 0))
+        return cls(_flat(found["topics"]), newest_us, _flat(found.get("began", {})))
+
+
+def _nested(offsets: Offsets) -> dict[str, dict[str, int]]:
+    topics: dict[str, dict[str, int]] = {}
+    for (topic, partition), offset in sorted(offsets.items()):
+        topics.setdefault(topic, {})[str(partition)] = offset
+    return topics
+
+
+def _flat(topics: Mapping[str, Mapping[str, Any]]) -> Offsets:
+    return {
+        (topic, int(partition)): int(offset)
+        for topic, partitions in topics.items()
+        for partition, offset in partitions.items()
+    }
+
+
+def ahead(start: Offsets, bounds: Bounds, max_events: int | None) -> Place:
+    """How far a batch goes: to the end, or a fair share of `max_events` in each partition.
+
+    A partition that was not there before begins at its first event. Shares follow the backlog, and
+    every partition with a backlog gets on.
+
+    >>> ahead({("a", 0): 0}, {("a", 0): (0, 90), ("b", 0): (5, 15)}, 50).offsets
+    {('a', 0): 45, ('b', 0): 10}
+    """
+    reached: Offsets = dict(start)
+    began: Offsets = {}
+    backlog: dict[Lane, int] = {}
+    for lane, (first, end) in bounds.items():
+        if lane not in reached:
+            reached[lane] = began[lane] = first
+        backlog[lane] = max(0, end - reached[lane])
+    total = sum(backlog.values())
+    for lane, waiting in backlog.items():
+        share = waiting
+        if max_events is not None and total > max_events:
+            share = min(waiting, max(1, waiting * max_events // total)) if waiting else 0
+        reached[lane] += share
+    return Place(reached, began=began)
+
+
+def splits(start: Place, end: Place, events: int) -> list[list[Split]]:
+    """The tasks of a batch: stretches of at most `events` events, small ones together.
+
+    >>> begin, until = Place({("a", 0): 0}), Place({("a", 0): 5, ("b", 0): 9}, began={("b", 0): 8})
+    >>> [[str(split) for split in task] for task in splits(begin, until, 3)]
+    [['a/0/0..3'], ['a/0/3..5', 'b/0/8..9']]
+    """
+    tasks: list[list[Split]] = []
+    room = 0
+    for lane, stop in sorted(end.offsets.items()):
+        topic, partition = lane
+        at = start.offsets.get(lane, end.began.get(lane, stop))
+        while at < stop:
+            upto = min(stop, at + events)
+            if room < upto - at:
+                tasks.append([])
+                room = events
+            tasks[-1].append(Split(topic, partition, at, upto))
+            room -= upto - at
+            at = upto
+    return tasks

@@ -1,0 +1,254 @@
+"""`spark.read.format("penstock")` and `readStream`: topics as DataFrames (row S1)."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceReader,
+    DataSourceStreamReader,
+    Filter,
+    InputPartition,
+)
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxBytes,
+    ReadMaxRows,
+    SupportsTriggerAvailableNow,
+)
+from pyspark.sql.types import StructType
+
+from penstock.bus.publishing import when_us
+from penstock.model.errors import InvalidInput, UnknownTopic
+from penstock.model.topic import is_wildcard
+from penstock.pipelines.columns import LATE, VALUE, check_schema, row_ddl
+from penstock.pipelines.failpoint import failpoint
+from penstock.pipelines.options import SourceOptions, offsets_of, source_options
+from penstock.pipelines.plan import Bounds, Lane, Offsets, Place, Split, ahead, splits
+from penstock.pipelines.pushdown import PUSHDOWN, Narrowing
+from penstock.pipelines.rows import Reading
+from penstock.pipelines.sink import BatchWriter, StreamWriter
+from penstock.pipelines.store import Store, store_at
+
+
+class PenstockSource(DataSource):
+    """Topics of a bus, to read and to write. docs/guide/spark.md has the options."""
+
+    @classmethod
+    def name(cls) -> str:
+        """What follows `format(`."""
+        return "penstock"
+
+    def schema(self) -> str:
+        """All columns, or those of the option `columns`."""
+        options = source_options(self.options)
+        late = options.late_after_us is not None
+        return row_ddl(options.columns, options.schema, late=late)
+
+    def reader(self, schema: StructType) -> BatchReader:
+        """Read once; with filters pushed down where Spark was told to."""
+        options = source_options(self.options)
+        pushing = os.environ.get(PUSHDOWN) == "1" if options.pushdown is None else options.pushdown
+        return (PushingReader if pushing else BatchReader)(options, schema)
+
+    def streamReader(self, schema: StructType) -> StreamReader:  # noqa: N802 - Spark's name
+        """Read on and on."""
+        return StreamReader(source_options(self.options), schema)
+
+    def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:
+        """Write once."""
+        return BatchWriter(dict(self.options), schema, overwrite)
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:  # noqa: N802
+        """Write on and on."""
+        return StreamWriter(dict(self.options), schema, overwrite)
+
+
+class Task(InputPartition):
+    """Splits that one task reads, and before which event time they are late."""
+
+    def __init__(self, parts: Sequence[Split], late_before_us: int | None) -> None:
+        super().__init__(", ".join(map(str, parts)))
+        self.parts = list(parts)
+        self.late_before_us = late_before_us
+
+
+def _reading(options: SourceOptions, schema: StructType) -> Reading:
+    check_schema(schema)
+    value_type = None
+    if VALUE in schema.names:
+        fields = schema[VALUE].dataType
+        assert isinstance(fields, StructType)
+        value_type = to_arrow_schema(fields, timezone="UTC").serialize().to_pybytes()
+    skip = options.on_expired == "skip"
+    return Reading(options.url, options.token, tuple(schema.names), value_type, skip)
+
+
+class _Reader:
+    """What both ways of reading share."""
+
+    def __init__(self, options: SourceOptions, schema: StructType) -> None:
+        self.options = options
+        self.reading = _reading(options, schema)
+
+    def store(self) -> Store:
+        return store_at(self.options.url, self.options.token)
+
+    def bounds(self) -> Bounds:
+        """The partitions there are now; a topic named in full must exist."""
+        found = self.store().bounds(self.options.topics)
+        if not found and not is_wildcard(self.options.topics):
+            raise UnknownTopic(
+                f"there is no topic {self.options.topics!r} in {self.options.url}; "
+                "`penstock topic list` shows them",
+                topic=self.options.topics,
+            )
+        return found
+
+    def at(self, text: str, bounds: Bounds) -> Offsets:
+        """The offsets that `earliest`, `latest`, a time or JSON mean."""
+        given = offsets_of(text)
+        if given is not None:
+            self._check_given(given, bounds)
+            return {lane: given.get(lane, first) for lane, (first, _) in bounds.items()}
+        if text in ("earliest", "latest"):
+            return {lane: ends[text == "latest"] for lane, ends in bounds.items()}
+        time_us = when_us(text, time.time_ns() // 1_000)
+        return {lane: self.store().find_time(*lane, time_us) for lane in bounds}
+
+    def _check_given(self, given: Offsets, bounds: Bounds) -> None:
+        for lane, offset in given.items():
+            if lane not in bounds:
+                raise InvalidInput(
+                    f"offsets name {lane[0]}/{lane[1]}, which is not among the topics that are read"
+                )
+            if offset > bounds[lane][1]:
+                raise InvalidInput(
+                    f"offset {offset} of {lane[0]}/{lane[1]} is beyond the end, {bounds[lane][1]}"
+                )
+
+    def newest_us(self, parts: Iterable[Split], so_far_us: int) -> int:
+        """The newest event time of some events; none counts as newer than its appending."""
+        for split in parts:
+            for rows in self.store().rows(split, ["append_time", "event_time"]):
+                events, appended = (rows.column(at).view(pa.int64()).to_numpy() for at in (1, 0))
+                later = events.clip(max=appended)
+                so_far_us = max(so_far_us, int(later.max()))
+        return so_far_us
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """The rows of one task; Spark makes up a task without a partition where there is none."""
+        if not isinstance(partition, Task):
+            return iter(())
+        failpoint("source.reading")
+        return self.reading.rows(partition.parts, partition.late_before_us)
+
+
+class BatchReader(_Reader, DataSourceReader):
+    """Reads what there is between two points."""
+
+    def __init__(self, options: SourceOptions, schema: StructType) -> None:
+        super().__init__(options, schema)
+        if LATE in schema.names:
+            raise InvalidInput("a batch read knows no late events; leave `lateAfter` out")
+        self._narrowing = Narrowing()
+
+    def partitions(self) -> Sequence[InputPartition]:
+        """The tasks."""
+        bounds = self.bounds()
+        begin, until = self.at(self.options.start, bounds), self.at(self.options.end, bounds)
+        begin, until = self._narrowing.narrowed(begin, until, self.store().find_time)
+        tasks = splits(Place(begin), Place(until), self.options.events_per_task)
+        return [Task(parts, None) for parts in tasks]
+
+
+class PushingReader(BatchReader):
+    """The same with filters: Spark refuses a reader that has them where it was not told to push."""
+
+    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802
+        """Use filters on topic, tenant, partition, offset and append time to read less.
+
+        All are handed back: files are cut at row groups, and Spark looks at each row anyhow.
+        """
+        self._narrowing = Narrowing.of(filters)
+        return filters
+
+
+class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """Reads on as events come; its place is in Spark's checkpoint."""
+
+    def __init__(self, options: SourceOptions, schema: StructType) -> None:
+        super().__init__(options, schema)
+        self._until: Bounds | None = None
+
+    def initialOffset(self) -> dict[str, Any]:  # noqa: N802
+        """Where a query without a checkpoint begins."""
+        bounds = self.bounds()
+        return Place(self.at(self.options.start, bounds)).as_json()
+
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
+        """What the options allow in one batch."""
+        if self.options.max_events_per_trigger is not None:
+            return ReadMaxRows(self.options.max_events_per_trigger)
+        if self.options.max_bytes_per_trigger is not None:
+            return ReadMaxBytes(self.options.max_bytes_per_trigger)
+        return ReadAllAvailable()
+
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
+        """From now on nothing newer exists."""
+        self._until = self.store().bounds(self.options.topics)
+
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
+        """How far the next batch goes."""
+        place = Place.from_json(start)
+        bounds = self.store().bounds(self.options.topics) if self._until is None else self._until
+        self._check_there(place, bounds)
+        reached = ahead(place.offsets, bounds, self._max_events(limit, bounds))
+        if reached.offsets == place.offsets:
+            return start
+        newest_us = place.newest_us
+        if self.options.late_after_us is not None:
+            tasks = splits(place, reached, self.options.events_per_task)
+            newest_us = self.newest_us((part for parts in tasks for part in parts), newest_us)
+        return Place(reached.offsets, newest_us, reached.began).as_json()
+
+    def _check_there(self, place: Place, bounds: Bounds) -> None:
+        """A checkpoint of another bus, or of a topic that was made anew, does not fit."""
+        for lane, offset in place.offsets.items():
+            if lane in bounds and offset > bounds[lane][1] and self._until is None:
+                raise InvalidInput(
+                    f"the checkpoint is at {lane[0]}/{lane[1]}/{offset}, and the log ends at "
+                    f"{bounds[lane][1]}: it belongs to another bus, or the topic was made anew. "
+                    "Give this query a checkpoint of its own"
+                )
+
+    def _max_events(self, limit: ReadLimit, bounds: Mapping[Lane, Any]) -> int | None:
+        if isinstance(limit, ReadMaxRows):
+            return limit.max_rows
+        if isinstance(limit, ReadMaxBytes):
+            sizes = [self.store().event_bytes(*lane) for lane in bounds]
+            known = [size for size in sizes if size] or [1_024]
+            return max(1, limit.max_bytes // max(known))
+        return None
+
+    def reportLatestOffset(self) -> dict[str, Any]:  # noqa: N802
+        """Where the log ends: what is between is the lag."""
+        bounds = self.store().bounds(self.options.topics)
+        return Place({lane: end for lane, (_, end) in bounds.items()}).as_json()
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
+        """The tasks of a batch."""
+        begin, until = Place.from_json(start), Place.from_json(end)
+        late_before_us = None
+        if self.options.late_after_us is not None:
+            late_before_us = max(0, begin.newest_us - self.options.late_after_us)
+        tasks = splits(begin, until, self.options.events_per_task)
+        failpoint("source.planned")
+        return [Task(parts, late_before_us) for parts in tasks]

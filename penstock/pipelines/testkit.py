@@ -1,0 +1,251 @@
+"""Testing pipelines without a cluster and without a bus: rows in memory in, rows out.
+
+The rows look as the source gives them: the same columns, payloads decoded by the same code, late
+rows marked by the same rule. Only `payload` (bytes, text, or a value that becomes JSON) is worth
+writing down in most tests; everything else has a default.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from penstock.core.schedule import parse_duration
+from penstock.model.errors import InvalidInput, NotFound
+from penstock.model.token import TOKEN_BYTES
+from penstock.model.topic import tenant_of
+from penstock.pipelines.columns import EVENT_COLUMNS, FAULT, LATE, VALUE
+from penstock.pipelines.payload import Decoder
+from penstock.pipelines.pipeline import Input, Pipeline, registered
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+Row = Mapping[str, Any]
+FIRST_APPEND = datetime(2026, 1, 1, tzinfo=UTC)
+"""Append time of the first row that names none; each row after it is a millisecond younger."""
+
+
+class _Filler:
+    """Gives rows the columns they leave out; counts offsets over several batches."""
+
+    def __init__(self) -> None:
+        self._next: dict[tuple[str, int], int] = {}
+        self._rows = 0
+
+    def fill(self, row: Row) -> dict[str, Any]:
+        """The row with every column of the source."""
+        unknown = sorted(set(row) - {*EVENT_COLUMNS, LATE})
+        if unknown:
+            raise InvalidInput(
+                f"a row has no column {unknown[0]!r}; it has {', '.join(EVENT_COLUMNS)} and late"
+            )
+        topic, partition = row.get("topic", "test.rows"), row.get("partition", 0)
+        offset = row.get("offset", self._next.get((topic, partition), 0))
+        self._next[topic, partition] = offset + 1
+        appended = row.get("append_time", FIRST_APPEND + timedelta(milliseconds=self._rows))
+        self._rows += 1
+        place = f"{topic}/{partition}/{offset}".encode()
+        filled = {
+            "topic": topic,
+            "tenant": tenant_of(topic) or "default",
+            "partition": partition,
+            "offset": offset,
+            "id": hashlib.blake2b(place, digest_size=TOKEN_BYTES).digest(),
+            "append_time": appended,
+            "event_time": appended,
+            "key": None,
+            "headers": {},
+            "payload": b"",
+            "codec": "json",
+            LATE: False,
+        }
+        filled |= row
+        filled["payload"] = _payload(filled["payload"])
+        filled["headers"] = list(filled["headers"].items())
+        return filled
+
+
+def _payload(value: Any) -> bytes:
+    if isinstance(value, bytes):
+        return value
+    return value.encode() if isinstance(value, str) else msgspec.json.encode(value)
+
+
+def _table(rows: Sequence[Mapping[str, Any]], source: Input) -> pa.Table:
+    """Filled rows as the columns that an input has."""
+    names = {name: kind for name, (_, kind, _) in EVENT_COLUMNS.items()}
+    columns = {name: pa.array([row[name] for row in rows], kind) for name, kind in names.items()}
+    if source.schema is not None:
+        value, fault = Decoder(_fields(source.schema)).decode(
+            columns["payload"], [row["codec"] for row in rows]
+        )
+        columns |= {VALUE: value, FAULT: fault}
+    if source.late_after is not None:
+        columns[LATE] = pa.array([row[LATE] for row in rows], pa.bool_())
+    return pa.table(columns)
+
+
+def _fields(ddl: str) -> pa.StructType:
+    from pyspark.sql.pandas.types import to_arrow_schema
+    from pyspark.sql.types import StructType
+
+    found = StructType.fromDDL(ddl)
+    assert isinstance(found, StructType)
+    return pa.struct(list(to_arrow_schema(found, prefers_large_types=False)))
+
+
+def frame(
+    spark: SparkSession,
+    rows: Sequence[Row],
+    *,
+    schema: str | None = None,
+    late_after: str | None = None,
+) -> DataFrame:
+    """Rows as a DataFrame with the columns of the source; `schema` gives value and fault."""
+    filler = _Filler()
+    source = Input("#", schema, late_after)
+    return _as_frame(spark, _table([filler.fill(row) for row in rows], source))
+
+
+def _as_frame(spark: SparkSession, table: pa.Table) -> DataFrame:
+    return spark.createDataFrame(table)
+
+
+def run_on_rows(
+    which: str | Pipeline | Callable[..., Any],
+    spark: SparkSession,
+    rows: Sequence[Row] | Mapping[str, Sequence[Row]] = (),
+    params: Mapping[str, Any] | msgspec.Struct | None = None,
+) -> list[dict[str, Any]]:
+    """Run a pipeline once over rows, as a batch; rows by argument where it has several inputs."""
+    made = find(which)
+    given = rows if isinstance(rows, Mapping) else dict.fromkeys(made.reads, rows)
+    frames = {
+        argument: frame(
+            spark,
+            given.get(argument, ()),
+            schema=source.schema,
+            late_after=source.late_after,
+        )
+        for argument, source in made.reads.items()
+    }
+    return _plain(_call(made, spark, frames, params))
+
+
+def stream_on_rows(
+    which: str | Pipeline | Callable[..., Any],
+    spark: SparkSession,
+    batches: Sequence[Sequence[Row]],
+    params: Mapping[str, Any] | msgspec.Struct | None = None,
+) -> list[dict[str, Any]]:
+    """Run a pipeline of one input as a stream, one micro-batch for each list of rows.
+
+    Rows that are older than the newest event time of all batches before, less the input's allowed
+    lateness, are marked late as the source does it, unless a row says itself whether it is.
+    """
+    made = find(which)
+    ((argument, source),) = made.reads.items()
+    with tempfile.TemporaryDirectory() as folder:
+        for number, rows in enumerate(_marked(batches, source)):
+            path = Path(folder) / f"{number:06d}.parquet"
+            pq.write_table(_table(rows, source), path)
+            os.utime(path, (number + 1, number + 1))  # Spark takes files by their age
+        sample = spark.read.parquet(folder)
+        events = (
+            spark.readStream.schema(sample.schema).option("maxFilesPerTrigger", 1).parquet(folder)
+        )
+        name = f"testkit_{uuid.uuid4().hex}"
+        query = (
+            _call(made, spark, {argument: events}, params)
+            .writeStream.format("memory")
+            .queryName(name)
+            .outputMode(made.output_mode)
+            .trigger(availableNow=True)
+            .start()
+        )
+        try:
+            query.awaitTermination()
+            return _plain(spark.table(name))
+        finally:
+            query.stop()
+            spark.catalog.dropTempView(name)
+
+
+def _marked(batches: Sequence[Sequence[Row]], source: Input) -> Iterator[list[dict[str, Any]]]:
+    filler = _Filler()
+    newest: datetime | None = None
+    delay = timedelta(microseconds=parse_duration(source.late_after) if source.late_after else 0)
+    for batch in batches:
+        rows = [filler.fill(row) for row in batch]
+        for row, given in zip(rows, batch, strict=True):
+            if LATE not in given and newest is not None:
+                row[LATE] = row["event_time"] < newest - delay
+        # As in the source: none counts as newer than its appending.
+        times = [min(row["event_time"], row["append_time"]) for row in rows]
+        newest = max([*times, newest] if newest else times)
+        yield rows
+
+
+def find(which: str | Pipeline | Callable[..., Any]) -> Pipeline:
+    """A pipeline by its name, itself, or the function it was made from."""
+    if isinstance(which, Pipeline):
+        return which
+    if callable(which):
+        for made in registered.values():
+            if made.function is which:
+                return made
+        raise NotFound(f"{which!r} is no pipeline: decorate it with @penstock.pipeline")
+    if which not in registered:
+        from penstock.pipelines import builtin
+
+        builtin.load()
+    if which not in registered:
+        raise NotFound(
+            f"there is no pipeline {which!r}; import the module that makes it. There is "
+            f"{', '.join(sorted(registered))}"
+        )
+    return registered[which]
+
+
+def _call(
+    made: Pipeline,
+    spark: SparkSession,
+    frames: Mapping[str, DataFrame],
+    params: Mapping[str, Any] | msgspec.Struct | None,
+) -> DataFrame:
+    arguments: dict[str, Any] = dict(frames)
+    wanted = inspect.signature(made.function).parameters
+    if "spark" in wanted:
+        arguments["spark"] = spark
+    if made.params is not None and "params" in wanted:
+        given = params if isinstance(params, msgspec.Struct) else dict(params or {})
+        arguments["params"] = (
+            given if isinstance(given, made.params) else msgspec.convert(given, made.params)
+        )
+    result: DataFrame = made.function(**arguments)
+    return result
+
+
+def _plain(result: DataFrame) -> list[dict[str, Any]]:
+    return [_simple(row.asDict(recursive=True)) for row in result.collect()]
+
+
+def _simple(value: Any) -> Any:
+    """Bytes instead of byte arrays, at any depth."""
+    if isinstance(value, dict):
+        return {name: _simple(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_simple(each) for each in value]
+    return bytes(value) if isinstance(value, bytearray) else value

@@ -1,0 +1,173 @@
+"""kill -9 of a Spark driver at every named stage of a batch, and its results compared with the log.
+
+A child copies events with a pipeline, onto a bus and into a table, and dies at a failpoint: the
+driver, its Java and its workers at once. A second child goes on from the checkpoint. Then every
+event must be there once. `python -m penstock.testing.spark_kill --rounds 20` does it 20 times for
+each stage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+import penstock
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+STAGES = (
+    "source.planned", "source.reading", "sink.task-begun", "sink.task-done", "sink.before-commit",
+    "sink.after-commit", "lakehouse.files-written", "lakehouse.committed",
+)  # fmt: skip
+EVENTS = 60
+PER_BATCH = 25  # a round takes three batches
+CHILD_S = 300.0
+
+
+def spark_kill_rounds(
+    stages: tuple[str, ...], rounds: int, *, seed: int = 1, tell: Callable[[str], None] = print
+) -> int:
+    """Kill a driver so many times at each stage; 0 when nothing was lost or doubled."""
+    rng, problems, began = random.Random(seed), 0, time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="penstock-spark-kill-") as folder:
+        world = _World(Path(folder))
+        for stage in stages:
+            for number in range(1, rounds + 1):
+                found = world.round(stage, rng.randint(1, 2))
+                problems += len(found)
+                for problem in found:
+                    tell(f"FINDING {stage}, round {number}: {problem}")
+            tell(f"{stage}: {rounds} kills, {world.sent:,} events, {problems} findings")
+    tell(
+        f"spark kills: {rounds * len(stages)} in {time.monotonic() - began:,.0f} s, "
+        f"{problems} findings"
+    )
+    return int(bool(problems))
+
+
+class _World:
+    """A source folder, a target folder, a table and a checkpoint that outlive all drivers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.sent = 0
+        self._folder = folder
+
+    def round(self, stage: str, nth: int) -> list[str]:
+        """New events, a driver that dies at the stage, another that goes on; what is wrong then."""
+        with penstock.connect_sync(self._folder / "source") as bus:
+            numbers = range(self.sent, self.sent + EVENTS)
+            bus.publish_many("in.numbers", [{"n": n} for n in numbers])
+            self.sent += EVENTS
+        fired = self._folder / "fired"
+        fired.unlink(missing_ok=True)
+        died = self._child({"FAILPOINT": f"{stage}:{nth}", "FAILPOINT_FIRED": str(fired)})  # fmt: skip
+        if not fired.exists() or died != -signal.SIGKILL:
+            return [f"the driver ended with {died} and did not die at {stage}:{nth}"]
+        ended = self._child({})
+        if ended:
+            return [f"the driver that went on ended with {ended}"]
+        return [*self._compare("bus", self._on_the_bus()), *self._compare("table", self._in_the_table())]  # fmt: skip
+
+    def _child(self, more: dict[str, str]) -> int:
+        words = [sys.executable, "-m", __name__, "--child", str(self._folder)]
+        # Of a group of its own: what outlives the driver is ended with it.
+        child = subprocess.Popen(words, env={**os.environ, **more}, start_new_session=True)
+        try:
+            return child.wait(CHILD_S)
+        finally:
+            child.kill()
+            child.wait()
+            time.sleep(0.2)
+
+    def _on_the_bus(self) -> Counter[int]:
+        with penstock.connect_sync(f"{self._folder / 'target'}?mode=ro") as bus:
+            return Counter(
+                msgspec.json.decode(event.payload)["n"] for event in bus.replay("copy.numbers")
+            )
+
+    def _in_the_table(self) -> Counter[int]:
+        import pyarrow.parquet as pq
+
+        from penstock.pipelines.lakehouse.warehouse import Warehouse
+
+        with Warehouse(self._folder / "warehouse") as warehouse:
+            files = warehouse.table("copied.numbers").files()
+        return Counter(
+            number
+            for path in files
+            for number in pq.read_table(path.removeprefix("file://"), columns=["n"])
+            .column("n")
+            .to_pylist()
+        )
+
+    def _compare(self, where: str, found: Counter[int]) -> list[str]:
+        wanted = Counter(range(self.sent))
+        lost, extra = wanted - found, found - wanted
+        texts = []
+        if lost:
+            texts.append(f"{where}: {lost.total()} lost, such as {min(lost)}")
+        if extra:
+            texts.append(f"{where}: {extra.total()} too many, such as {min(extra)}")
+        return texts
+
+
+# -- the child -----------------------------------------------------------------------------------
+
+
+def _copy(events: DataFrame) -> DataFrame:
+    """Every number once more."""
+    return events.selectExpr("value.n AS n", "event_time")
+
+
+def _drive(folder: Path) -> None:
+    os.environ["FAILPOINT_ROOT"] = str(os.getpid())
+    from penstock.pipelines.lakehouse.warehouse import Warehouse
+    from penstock.pipelines.pipeline import Input, Pipeline
+    from penstock.pipelines.run import Route, start
+    from penstock.pipelines.session import spark_session
+
+    made = Pipeline(
+        "copy", _copy, {"events": Input("in.#", "n BIGINT")},
+        writes="copy.numbers", table="copied.numbers",
+    )  # fmt: skip
+    spark = spark_session(master="local[2]", name="kills")
+    with Warehouse(folder / "warehouse") as warehouse:
+        route = Route(
+            url=str(folder / "source"), to=str(folder / "target"), warehouse=warehouse,
+            options={"maxEventsPerTrigger": str(PER_BATCH), "eventsPerTask": "10"},
+        )  # fmt: skip
+        query = start(made, spark, route, checkpoint=folder / "checkpoint", once=True)
+        query.awaitTermination()
+    spark.stop()
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Kill a Spark driver at every stage of a batch.")
+    parser.add_argument("--rounds", type=int, default=20, help="kills at each stage")
+    parser.add_argument("--stage", choices=STAGES, action="append", help="only this one")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    chosen: Any = parser.parse_args()
+    if chosen.child:
+        _drive(Path(chosen.child))
+        return
+    stages = tuple(chosen.stage or STAGES)
+    sys.exit(spark_kill_rounds(stages, chosen.rounds, seed=chosen.seed))
+
+
+if __name__ == "__main__":
+    main()

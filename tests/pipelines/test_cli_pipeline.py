@@ -1,0 +1,114 @@
+"""`penstock pipeline`: found by name, run, watched and tested from the command line (S5, S6, S8)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock
+from penstock.cli.app import run
+
+OWN = '''
+import msgspec
+import penstock
+
+class Params(msgspec.Struct):
+    factor: int = 2
+
+@penstock.pipeline("scaled", reads="numbers.#", writes="scaled.numbers", schema="n BIGINT", params=Params)
+def scaled(events, params):
+    """Numbers times a factor."""
+    return events.where("fault IS NULL").selectExpr(f"value.n * {params.factor} AS n")
+'''
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "scaled.py").write_text(OWN)
+    with penstock.connect_sync(tmp_path / "data") as bus:
+        bus.publish_many("numbers.all", [{"n": n} for n in range(10)])
+        bus.publish("numbers.all", b"no number")
+    return tmp_path
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def results(project: Path) -> list[int]:
+    with penstock.connect_sync(f"{project / 'data'}?mode=ro") as bus:
+        return sorted(event.value()["n"] for event in bus.replay("scaled.#"))
+
+
+def words(project: Path, *more: str) -> list[str]:
+    return [
+        "--json",
+        "--url",
+        str(project / "data"),
+        "pipeline",
+        *more,
+        "--path",
+        str(project / "own"),
+    ]
+
+
+def test_own_and_built_in_pipelines_are_listed(project, capsys) -> None:
+    assert run(words(project, "list")) == 0
+    found = {row["name"]: row for row in said(capsys)}
+    assert found["scaled"]["summary"] == "Numbers times a factor."
+    assert {"risk-tags", "usage", "dead-letters", "audit", "replay-compare", "topic-to-table"} <= set(found)  # fmt: skip
+
+
+def test_a_pipeline_runs_goes_on_and_says_where_it_is(spark, project, capsys) -> None:
+    state = ["--state", str(project / "state")]
+    assert run(words(project, "run", "scaled", "--once", "-p", "factor=3", *state)) == 0
+    assert said(capsys)[-1]["rows_in"] == 11
+    assert results(project) == [n * 3 for n in range(10)]
+    with penstock.connect_sync(project / "data") as bus:
+        bus.publish_many("numbers.all", [{"n": 100}, {"n": 200}])
+    assert run(words(project, "status", "scaled", *state)) == 0
+    [standing] = said(capsys)
+    assert (standing["lag"], standing["offsets"]) == (2, {"numbers.all/0": 11})
+    assert run(words(project, "run", "scaled", "--once", *state)) == 0
+    assert results(project)[-2:] == [200, 400]
+    capsys.readouterr()
+    assert run(words(project, "status", "scaled", *state)) == 0
+    assert said(capsys)[0]["lag"] == 0
+
+
+def test_a_pipeline_is_tested_on_rows_of_a_file(spark, project, capsys) -> None:
+    rows, good, bad = (project / name for name in ("rows", "good", "bad"))
+    rows.write_text('{"payload": {"n": 4}}\n\n{"payload": "nothing"}\n')
+    good.write_text('{"n": 8}\n')
+    bad.write_text('{"n": 9}\n')
+    assert run(words(project, "test", "scaled", str(rows))) == 0
+    assert said(capsys) == [{"n": 8}]
+    assert run(words(project, "test", "scaled", str(rows), "--expect", str(good))) == 0
+    assert run(words(project, "test", "scaled", str(rows), "--expect", str(bad))) == 1
+    assert capsys.readouterr().out.splitlines() == ['- {"n":9}', '+ {"n":8}']
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        (["run", "scalled"], "did you mean 'scaled'"),
+        (["run", "scaled", "-p", "factor=lots"], "factor"),
+        (["run", "scaled", "-p", "colour=red"], "colour"),
+        (["run", "scaled", "-p", "factor"], "NAME=VALUE"),
+        (["status", "scaled", "--state", "nowhere"], "no checkpoint"),
+        (["run", "topic-to-table", "--once"], "warehouse"),
+    ],
+)
+def test_what_is_wrong_is_said(spark, project, capsys, more, why) -> None:
+    assert run(words(project, *more)) != 0
+    assert why in capsys.readouterr().err
+
+
+def test_a_file_that_does_not_load_is_named(project, capsys) -> None:
+    (project / "own" / "broken.py").write_text("import nothing_of_that_name\n")
+    assert run(words(project, "list")) != 0
+    assert "broken.py cannot be loaded" in capsys.readouterr().err

@@ -1,0 +1,86 @@
+"""Row S7: the same session on a standalone cluster, started for real."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+DRIVER = """
+import os, sys, time
+from penstock.pipelines.session import spark_session
+from penstock.testing.spark_cluster import SparkCluster
+
+def looked(batches):
+    import os, time
+    import penstock
+    import pyarrow as pa
+    for batch in batches:
+        time.sleep(2)  # so that one worker cannot do it all
+        own = [os.getppid(), os.getpgid(0)]
+        yield pa.RecordBatch.from_pydict(
+            {"rows": [batch.num_rows], "group": [own[1]], "file": [penstock.__file__]}
+        )
+
+cluster = SparkCluster(worker_memory="600m").start()
+try:
+    settings = {"spark.executor.memory": "512m", "spark.scheduler.minRegisteredResourcesRatio": "1.0",
+                "spark.scheduler.maxRegisteredResourcesWaitingTime": "100s"}
+    spark = spark_session(master=cluster.url, settings=settings)
+    rows = spark.range(1000, numPartitions=4)
+    found = rows.mapInArrow(looked, "rows BIGINT, group BIGINT, file STRING").collect()
+    print({
+        "master": spark.sparkContext.master == cluster.url,
+        "workers": cluster.alive_workers(),
+        "rows": sum(row.rows for row in found),
+        "groups": sorted({row.group for row in found}),
+        "shipped": all("penstock-packages.zip" in row.file for row in found),
+    }, flush=True)
+    sys.stdin.read()
+finally:
+    cluster.stop()
+"""
+
+
+def gone(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_job_runs_on_two_workers_that_die_with_the_driver(tmp_path: Path) -> None:
+    """Rows S7: both workers take part with our packages; kill -9 of the driver leaves nothing."""
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER], cwd=tmp_path, text=True,
+        env=os.environ | {"TMPDIR": str(tmp_path)},  # what a killed process leaves goes with the test
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert driver.stdin is not None
+    assert driver.stdout is not None
+    assert driver.stderr is not None
+    try:
+        line = driver.stdout.readline()
+        assert line, driver.stderr.read()
+        said = eval(line)
+        groups = said.pop("groups")
+        assert len(groups) == 2, "executors of both workers"
+        assert said == {"master": True, "workers": 2, "rows": 1000, "shipped": True}
+        os.kill(driver.pid, signal.SIGKILL)
+        end = time.monotonic() + 30
+        while not all(map(gone, groups)) and time.monotonic() < end:
+            time.sleep(0.1)
+        assert all(map(gone, groups))
+    finally:
+        driver.kill()
+        driver.wait()
+        for stream in (driver.stdin, driver.stdout, driver.stderr):
+            stream.close()

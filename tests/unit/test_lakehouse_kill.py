@@ -1,0 +1,123 @@
+"""The writing process dies at each stage of a batch; what is in the table afterwards is exact (S4)."""
+
+from __future__ import annotations
+
+import multiprocessing
+import runpy
+import signal
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from penstock.pipelines.lakehouse.warehouse import Warehouse, table_files
+
+GOOD, BAD = 7, 3
+# The writer as it is, on a frame that runs its task here: a session of Spark would cost half a
+# minute a time. tests/pipelines/test_lakehouse.py has the same with Spark.
+PROGRAM = """
+import os
+from types import SimpleNamespace
+
+os.environ |= {environment!r}
+
+import pyarrow as pa
+import pyspark
+from pyspark.sql import types as T
+
+from penstock.pipelines.lakehouse.warehouse import Warehouse
+from penstock.pipelines.lakehouse.writer import write_batch
+
+context = SimpleNamespace(partitionId=lambda: 0, taskAttemptId=lambda: 0)
+pyspark.TaskContext.get = staticmethod(lambda: context)
+ROWS = pa.record_batch({{
+    "tenant": [f"t{{n % 2}}" for n in range(10)],
+    "offset": list(range(10)),
+    "fault": [None if n < 7 else "no JSON" for n in range(10)],
+}})
+
+
+class Frame:
+    schema = T.StructType([
+        T.StructField("tenant", T.StringType()), T.StructField("offset", T.LongType()),
+        T.StructField("fault", T.StringType()),
+    ])
+
+    def mapInArrow(self, function, columns):
+        rows = [row for out in function(iter([ROWS])) for row in out.to_pylist()]
+        return SimpleNamespace(collect=lambda: [tuple(row.values()) for row in rows])
+
+
+warehouse = Warehouse({lake!r}, format={format!r})
+for number in (0, 1):
+    write_batch(Frame(), warehouse, "risk.tags", query="q", batch=number)
+"""
+LIBRARIES = [
+    "pyarrow.parquet", "pyspark.sql.pandas.types", "pyiceberg.catalog.sql", "pyiceberg.io.pyarrow",
+    "deltalake", "penstock.pipelines.lakehouse.writer",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def processes() -> Any:
+    """Processes that begin with all libraries loaded: loading them takes longer than the test."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(LIBRARIES)
+    return context
+
+
+def run(processes: Any, folder: Path, format: str, failpoint: str = "") -> int:
+    environment = {
+        "FAILPOINT_FIRED": str(folder / "fired"),
+        "FAILPOINT": failpoint,
+    }
+    script = folder / "program.py"
+    lake = str(folder / "lake")
+    script.write_text(PROGRAM.format(environment=environment, lake=lake, format=format))
+    process = processes.Process(target=runpy.run_path, args=(str(script),))
+    process.start()
+    process.join(100)
+    code = process.exitcode
+    assert code is not None
+    process.close()
+    return code
+
+
+def offsets(warehouse: Warehouse, name: str) -> list[int]:
+    files = table_files(warehouse, name)
+    found = [pq.read_table(path, partitioning=None).column("offset").to_pylist() for path in files]
+    return sorted(value for each in found for value in each)
+
+
+STAGES = ["files-written", "rejected-committed", "committing", "committed"]
+
+
+@pytest.mark.parametrize(
+    ("format", "stage"),
+    [
+        *(("iceberg", stage) for stage in STAGES),
+        ("iceberg", "files-written:2"),
+        ("delta", "files-written"),
+        ("delta", "committed"),
+        ("parquet", "files-written"),
+        ("parquet", "committed"),
+    ],
+)
+def test_a_batch_survives_death_exactly_once(
+    format: str, stage: str, processes: Any, tmp_path: Path
+) -> None:
+    assert run(processes, tmp_path, format, f"lakehouse.{stage}") == -signal.SIGKILL
+    assert (tmp_path / "fired").exists()
+    assert run(processes, tmp_path, format) == 0
+    with Warehouse(tmp_path / "lake", format=format) as warehouse:  # type: ignore[arg-type]
+        assert offsets(warehouse, "risk.tags") == sorted([*range(GOOD)] * 2)
+        bad = sorted([*range(GOOD, GOOD + BAD)] * 2)
+        assert offsets(warehouse, "risk.tags__rejected") == bad
+        listed = {
+            path
+            for name in ("risk.tags", "risk.tags__rejected")
+            for path in table_files(warehouse, name)
+        }
+    there = {str(path) for path in (tmp_path / "lake").rglob("*.parquet")}
+    assert there == listed, "an attempt that died left files"

@@ -1,0 +1,106 @@
+"""Typed payloads: what fits becomes columns, what does not gets a reason (S1)."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.model.codec import codecs
+from penstock.pipelines.payload import Decoder
+
+FIELDS = pa.struct(
+    [
+        ("n", pa.int64()),
+        ("x", pa.float64()),
+        ("s", pa.string()),
+        ("ok", pa.bool_()),
+        ("at", pa.timestamp("us", "UTC")),
+        ("tags", pa.list_(pa.string())),
+        ("in", pa.struct([("deep", pa.int64())])),
+    ]
+)
+
+
+def decoded(*payloads: bytes, codec: str = "json") -> tuple[list[Any], list[str | None]]:
+    value, fault = Decoder(FIELDS).decode(pa.array(payloads, pa.binary()), [codec] * len(payloads))
+    assert value.type == FIELDS
+    return value.to_pylist(), fault.to_pylist()
+
+
+def test_missing_fields_are_null_and_unknown_ones_are_left_out() -> None:
+    [value], [fault] = decoded(b'{"n": 1, "zzz": 2, "in": {"deep": 3, "er": 4}}')
+    assert fault is None
+    assert value == {
+        "n": 1, "x": None, "s": None, "ok": None, "at": None, "tags": None, "in": {"deep": 3},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        (b"", "empty"),
+        (b"nope", "not a JSON object"),
+        (b"[1]", "not a JSON object"),
+        (b'{"n": 1', "not a JSON object"),
+        (b'{"n": "1"}', "does not fit"),
+        (b'{"n": 99999999999999999999}', "does not fit"),
+        (b'{"at": "yesterday"}', "does not fit"),
+        (b'{"tags": "a"}', "does not fit"),
+        (b'{"in": {"deep": []}}', "does not fit"),
+        (b"\xff\xfe", "not a JSON object"),
+    ],
+)
+def test_one_bad_payload_costs_its_neighbours_nothing(bad: bytes, why: str) -> None:
+    values, faults = decoded(b'{"n": 1}', bad, b'{"n": 3}')
+    assert [value and value["n"] for value in values] == [1, None, 3]
+    assert faults[0] is faults[2] is None
+    assert why in str(faults[1])
+
+
+def test_white_space_and_line_ends_inside_a_payload_do_no_harm() -> None:
+    values, faults = decoded(b'{\n "n":\n 1 }', b' {"n": 2}\n', b'{"n": 3}')
+    assert [value["n"] for value in values] == [1, 2, 3]
+    assert faults == [None] * 3
+
+
+def test_two_objects_in_one_payload_are_one_fault_not_two_rows() -> None:
+    values, faults = decoded(b'{"n": 1}\n{"n": 2}', b'{"n": 3}')
+    assert [value and value["n"] for value in values] == [None, 3]
+    assert "not a JSON object" in str(faults[0])
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.fixed_dictionaries({"n": st.integers(-(2**63), 2**63 - 1)}).map(json.dumps),
+            st.fixed_dictionaries({"s": st.text()}).map(json.dumps),
+            st.text(),
+        ).map(lambda text: text.encode("utf-8", "surrogatepass")),
+        max_size=20,
+    )
+)
+def test_every_payload_gets_a_value_or_a_fault_and_never_both(payloads: list[bytes]) -> None:
+    values, faults = decoded(*payloads)
+    assert len(values) == len(faults) == len(payloads)
+    for payload, value, fault in zip(payloads, values, faults, strict=True):
+        assert (value is None) == (fault is not None)
+        if value is not None:
+            assert value["n"] == json.loads(payload).get("n")
+
+
+def test_arrow_payloads_of_one_row_are_values_too() -> None:
+    encode = codecs.get("arrow").encode
+    values, faults = decoded(
+        encode(pa.table({"n": pa.array([5], pa.int32()), "s": ["a"]})),
+        encode(pa.table({"n": [1, 2]})),
+        b"nothing",
+        codec="arrow",
+    )
+    assert [value and (value["n"], value["s"]) for value in values] == [(5, "a"), None, None]
+    assert "2 rows" in str(faults[1])
+    assert "does not fit" in str(faults[2])

@@ -1,0 +1,97 @@
+"""Plans of reads: offsets only, the same cut every time (S1)."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.model.errors import InvalidInput
+from penstock.pipelines.options import offsets_of, sink_options, source_options
+from penstock.pipelines.plan import Place, ahead, splits
+
+LANES = st.dictionaries(
+    st.tuples(st.sampled_from("abc"), st.integers(0, 2)), st.integers(0, 500), max_size=6
+)
+
+
+@given(LANES, LANES, st.integers(1, 90))
+def test_tasks_cover_every_offset_once_and_are_no_larger_than_asked(start, more, events) -> None:
+    lanes = set(start) | set(more)
+    begin = Place({lane: start.get(lane, 0) for lane in lanes})
+    until = Place({lane: begin.offsets[lane] + more.get(lane, 0) for lane in lanes})
+    tasks = splits(begin, until, events)
+    assert tasks == splits(begin, until, events)
+    covered = [
+        (part.topic, part.partition, offset)
+        for task in tasks
+        for part in task
+        for offset in range(part.start, part.stop)
+    ]
+    assert len(covered) == len(set(covered)) == sum(more.values())
+    assert all(sum(part.stop - part.start for part in task) <= events for task in tasks)
+
+
+@given(LANES, st.integers(1, 1_000))
+def test_a_limit_is_kept_as_far_as_every_partition_gets_on(ends, limit) -> None:
+    bounds = {lane: (0, end) for lane, end in ends.items()}
+    reached = ahead({}, bounds, limit).offsets
+    waiting = sum(end > 0 for end in ends.values())
+    assert sum(reached.values()) <= max(limit, 0) + waiting
+    assert all(reached[lane] > 0 for lane, end in ends.items() if end)
+    assert all(reached[lane] <= end for lane, end in ends.items())
+
+
+def test_a_partition_that_appears_begins_at_its_first_event_in_every_repetition() -> None:
+    begin = Place({("a", 0): 5})
+    until = ahead(begin.offsets, {("a", 0): (0, 9), ("b", 0): (3, 7)}, None)
+    again = Place.from_json(json.loads(json.dumps(until.as_json())))
+    assert again == until
+    assert [[str(part) for part in task] for task in splits(begin, again, 100)] == [
+        ["a/0/5..9", "b/0/3..7"]
+    ]
+
+
+@pytest.mark.parametrize("found", [{}, {"penstock": 2, "topics": {}}, {"kafka": {"0": 1}}])
+def test_a_checkpoint_of_another_source_is_refused(found) -> None:
+    with pytest.raises(InvalidInput, match="another query"):
+        Place.from_json(found)
+
+
+def test_an_unknown_option_is_named_with_the_nearest_one() -> None:
+    with pytest.raises(InvalidInput, match="no option 'startt'; did you mean 'start'"):
+        source_options({"url": "data", "startt": "latest"})
+    with pytest.raises(InvalidInput, match="no option 'topics'; did you mean 'topic'"):
+        sink_options({"url": "data", "topics": "orders"})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("maxEventsPerTrigger", "0", "1 or more"),
+        ("maxEventsPerTrigger", "many", "invalid literal"),
+        ("onExpired", "ignore", "fail, skip"),
+        ("lateAfter", "soon", "duration"),
+        ("topics", "a..b", "a..b"),
+        ("pushdown", "perhaps", "true, false"),
+    ],
+)
+def test_a_value_that_makes_no_sense_is_refused_with_what_is_allowed(name, text, why) -> None:
+    with pytest.raises(InvalidInput, match=why):
+        source_options({"url": "data", name: text})
+
+
+def test_options_are_found_whatever_their_case_and_the_path_is_the_url() -> None:
+    found = source_options({"PATH": "file:/data", "MAXEVENTSPERTRIGGER": "5", "columns": "key, id"})
+    assert (found.url, found.max_events_per_trigger) == ("/data", 5)
+    assert found.columns == ("key", "id")
+    with pytest.raises(InvalidInput, match="where is the bus"):
+        source_options({"topics": "#"})
+
+
+def test_offsets_are_read_from_json_or_refused() -> None:
+    assert offsets_of('{"a": {"1": 4}}') == {("a", 1): 4}
+    with pytest.raises(InvalidInput, match="offsets are JSON"):
+        offsets_of('{"a": 5}')
