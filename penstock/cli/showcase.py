@@ -141,8 +141,11 @@ def _pipeline(
     producing: _Producing,
 ) -> int:
     """The pipeline until producers have stopped and everything is done; returns its table's rows."""
+    from pyspark.errors import PySparkException
+
     from penstock.pipelines.discovery import find
     from penstock.pipelines.display import watch
+    from penstock.pipelines.failure import explain_failure
     from penstock.pipelines.lakehouse.warehouse import Warehouse
     from penstock.pipelines.run import Route, start
     from penstock.pipelines.session import spark_session
@@ -156,6 +159,8 @@ def _pipeline(
         query = start(made, spark, route, checkpoint=folder / "state" / made.name)
         try:
             watch({made.name: query}, until=_caught_up(query, producing), quiet=invocation.json)
+        except PySparkException as error:
+            raise explain_failure(error, made.name) from error
         finally:
             query.stop()
         table = warehouse.table(made.table)

@@ -60,7 +60,7 @@ class SinkOptions(msgspec.Struct, frozen=True):
 def source_options(options: Mapping[str, str]) -> SourceOptions:
     """Read a source's options.
 
-    >>> source_options({"url": "data", "topic": "orders"})
+    >>> source_options({"url": "data", "topic": "orders"})  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     penstock.model.errors.InvalidInput: the source has no option 'topic'; did you mean 'topics'? ...
     """

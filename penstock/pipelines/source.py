@@ -222,7 +222,7 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
     def _check_there(self, place: Place, bounds: Bounds) -> None:
         """A checkpoint of another bus, or of a topic that was made anew, does not fit."""
         for lane, offset in place.offsets.items():
-            if lane in bounds and offset > bounds[lane][1] and self._until is None:
+            if lane in bounds and offset > bounds[lane][1]:
                 raise InvalidInput(
                     f"the checkpoint is at {lane[0]}/{lane[1]}/{offset}, and the log ends at "
                     f"{bounds[lane][1]}: it belongs to another bus, or the topic was made anew. "
