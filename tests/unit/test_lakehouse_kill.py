@@ -15,7 +15,7 @@ from penstock.pipelines.lakehouse.warehouse import Warehouse, table_files
 
 GOOD, BAD = 7, 3
 # The writer as it is, on a frame that runs its task here: a session of Spark would cost half a
-# minute a time. tests/pipelines/test_lakehouse.py has the same with Spark.
+# minute a time. penstock.testing.spark_kill does it with Spark.
 PROGRAM = """
 import os
 from types import SimpleNamespace

@@ -324,7 +324,7 @@ def test_formats_that_know_columns_by_name_add_and_refuse_the_rest(
     assert numbers(warehouse, "reason", "risk.tags__rejected") == [
         "column 'n': 1099511627776 is no int32"
     ]
-    for change in ({"rename": {"n": "m"}}, {"drop": ["n"]}):
+    for change in ({"rename": {"n": "m"}}, {"drop": ["n"]}, {"widen": {"n": "long"}}):
         with pytest.raises(Unsupported, match="Iceberg"):
             evolve(warehouse, "risk.tags", **change)  # type: ignore[arg-type]
 

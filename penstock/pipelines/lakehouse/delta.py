@@ -42,6 +42,8 @@ DAY_PROPERTY = "penstock.day"  # the timestamp whose day the partition column `d
 class DeltaLakeTable:
     """One Delta table: a folder of the warehouse, with its log in it."""
 
+    widens = False
+
     def __init__(self, warehouse: Warehouse, name: str) -> None:
         self.name = name
         self.warehouse = warehouse
@@ -110,6 +112,7 @@ class DeltaLakeTable:
 
     def widen(self, fields: Sequence[pa.Field]) -> None:
         """Delta's columns keep their type: rows that need a wider one are dead letters."""
+        raise self._unsupported("widened", fields[0].name)
 
     def rename(self, names: dict[str, str]) -> None:
         raise self._unsupported("renamed", next(iter(names)))

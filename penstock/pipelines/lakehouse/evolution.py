@@ -66,7 +66,7 @@ def adapt(table: Table, wanted: pa.Schema, allowed: Collection[Step] = AUTOMATIC
         new = [pa.field(f.name, f.type) for f in wanted if f.name not in current.names]
         if new:
             table.add(new)
-    if "widen" in allowed:
+    if "widen" in allowed and table.widens:
         wider = [
             f for f in wanted
             if f.name in current.names and is_wider(current.field(f.name).type, f.type)

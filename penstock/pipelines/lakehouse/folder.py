@@ -48,6 +48,8 @@ class _Commit(msgspec.Struct, frozen=True):
 class FolderTable:
     """One folder of Parquet files. One writer at a time for each query."""
 
+    widens = False
+
     def __init__(self, warehouse: Warehouse, name: str) -> None:
         self.name = name
         self.warehouse = warehouse
@@ -97,6 +99,7 @@ class FolderTable:
 
     def widen(self, fields: Sequence[pa.Field]) -> None:
         """Files of two types would not be read together: rows that need one are dead letters."""
+        raise self._unsupported("widened", fields[0].name)
 
     def rename(self, names: dict[str, str]) -> None:
         raise self._unsupported("renamed", next(iter(names)))

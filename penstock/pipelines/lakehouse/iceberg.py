@@ -48,6 +48,8 @@ R = TypeVar("R")
 class IcebergTable:
     """One table of an Iceberg catalogue."""
 
+    widens = True
+
     def __init__(self, warehouse: Warehouse, name: str) -> None:
         self.name = name
         self.warehouse = warehouse

@@ -68,6 +68,8 @@ class Table(Protocol):
     """A table that takes the files of a batch once, whoever repeats the batch."""
 
     name: str
+    widens: bool
+    """Whether its columns can take a wider type; where not, rows that need one are dead letters."""
 
     def schema(self) -> pa.Schema | None:
         """Its columns, or None when there is no such table."""
