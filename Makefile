@@ -16,16 +16,17 @@ run: setup      ## run the main job: a broker, sample producers, the risk-tag pi
 	@$(PYTHON_BIN) -m penstock.cli showcase $(if $(FOR),--for $(FOR))
 
 test: setup     ## run all tests
-	@$(PYTHON_BIN) -m pytest -n $(JOBS) --dist worksteal
+	@$(PYTHON_BIN) -m pytest -n $(JOBS) --dist worksteal --ignore tests/pipelines
+	@$(PYTHON_BIN) -m pytest tests/pipelines   # one Spark session for all, with both cores
 
 check: setup    ## formatting, lint and strict types
-	@.venv/bin/ruff format --check penstock tests examples
-	@.venv/bin/ruff check penstock tests examples
+	@.venv/bin/ruff format --check penstock pyspark_penstock tests examples
+	@.venv/bin/ruff check penstock pyspark_penstock tests examples
 	@.venv/bin/mypy
 
 format: setup   ## let ruff format and fix
-	@.venv/bin/ruff format penstock tests examples
-	@.venv/bin/ruff check --fix penstock tests examples
+	@.venv/bin/ruff format penstock pyspark_penstock tests examples
+	@.venv/bin/ruff check --fix penstock pyspark_penstock tests examples
 
 bench: setup    ## run every bench case against its peers
 	@tools/bench

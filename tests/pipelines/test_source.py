@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 import penstock
+from penstock.log.disk import RealDisk
+from penstock.log.manifest import Manifest
 from penstock.testing.broker_process import BrokerProcess
 
 MANY = 3_000
@@ -286,7 +288,8 @@ def test_offsets_that_retention_took_fail_the_query_or_are_skipped(spark, tmp_pa
 def test_a_damaged_segment_fails_with_its_file_and_events(spark, folder, tmp_path) -> None:
     copy = tmp_path / "data"
     shutil.copytree(folder, copy)
-    segment = max(copy.glob("segments/*.parquet"), key=lambda path: path.stat().st_size)
+    live = Manifest.load(RealDisk(copy)).segments()  # files of merged segments linger for a while
+    segment = copy / max(live, key=lambda info: info.size_bytes).path
     data = bytearray(segment.read_bytes())
     data[len(data) // 3] ^= 1
     segment.write_bytes(data)
