@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import time
 from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -35,7 +36,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 [{"n": n, "s": "x" * 300} for n in numbers],
                 keys=[f"k{n % 50}" for n in numbers],
             )
+        time.sleep(0.2)  # the next publish begins a new file, and the one before is sealed
         bus.publish("orders.made.v1.globex", {"n": 7}, headers={"trace": "t1"})
+        bus._thread.wait(bus._target.engine.housekeeper.settle())
         bus.publish("orders.made.v1.globex", b"not json")
         bus.publish("plain", "text", event_time=datetime(1970, 1, 1, tzinfo=UTC))
         bus.publish("plain", "text", event_time=datetime(2199, 1, 1, tzinfo=UTC))
