@@ -54,6 +54,8 @@ class SinkOptions(msgspec.Struct, frozen=True):
     query_id: str | None = None
     """With `batchId`: names a batch write, so that a repetition is known and does nothing."""
     batch_id: str | None = None
+    codec: str = "raw"
+    """What payloads are: `json` lets consumers have values instead of bytes."""
     token: str | None = None
 
 
@@ -90,12 +92,13 @@ def source_options(options: Mapping[str, str]) -> SourceOptions:
 
 def sink_options(options: Mapping[str, str]) -> SinkOptions:
     """Read a sink's options."""
-    given = _Given(options, "sink", {"url", "topic", "queryid", "batchid", "token"})
+    given = _Given(options, "sink", {"url", "topic", "queryid", "batchid", "codec", "token"})
     return SinkOptions(
         url=given.url(),
         topic=given.take("topic", str, None),
         query_id=given.take("queryid", str, None),
         batch_id=given.take("batchid", str, None),
+        codec=given.take("codec", str, "raw"),
         token=given.take("token", str, None),
     )
 

@@ -88,17 +88,21 @@ class Outlet:
             self._thread.stop()
             raise
 
-    def publish(self, rows: Iterable[pa.RecordBatch], topic: str | None, key: str) -> bool:
+    def publish(
+        self, rows: Iterable[pa.RecordBatch], topic: str | None, key: str, codec: str = "raw"
+    ) -> bool:
         """All rows or none, once for the key; False when they had been published before."""
-        return self._thread.wait(self._publish(rows, topic, key))
+        return self._thread.wait(self._publish(rows, topic, key, codec))
 
-    async def _publish(self, rows: Iterable[pa.RecordBatch], topic: str | None, key: str) -> bool:
+    async def _publish(
+        self, rows: Iterable[pa.RecordBatch], topic: str | None, key: str, codec: str
+    ) -> bool:
         async with self._bus.transaction(idempotency_key=key) as transaction:
             for batch in rows:
                 for name, table in by_topic(batch, topic):
                     for start in range(0, table.num_rows, BATCH_EVENTS):
                         part = table.slice(start, BATCH_EVENTS)
-                        transaction.publish_many(name, part)
+                        transaction.publish_many(name, part, codec=codec)
         return not transaction.repeated
 
     def close(self) -> None:

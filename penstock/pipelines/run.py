@@ -58,7 +58,7 @@ def start(
         writer = result.writeStream.foreachBatch(_both(made, route))
     else:
         writer = as_events(result, made).writeStream.format("penstock")
-        writer = writer.options(**_sink_options(made, route))
+        writer = writer.options(**_sink_options(result, made, route))
     writer = writer.outputMode(made.output_mode).queryName(made.name)
     writer = writer.option("checkpointLocation", str(checkpoint))
     if once:
@@ -181,7 +181,10 @@ def _both(made: Pipeline, route: Route) -> Callable[[DataFrame, int], None]:
         batch.persist()
         try:
             if TOPIC in batch.columns or made.writes is not None:
-                options = _sink_options(made, route) | {"queryId": query, "batchId": str(number)}
+                options = _sink_options(batch, made, route) | {
+                    "queryId": query,
+                    "batchId": str(number),
+                }
                 writer = as_events(batch, made).write.format("penstock").options(**options)
                 writer.mode("append").save()
             rows = as_table_rows(batch, made)
@@ -192,8 +195,10 @@ def _both(made: Pipeline, route: Route) -> Callable[[DataFrame, int], None]:
     return write
 
 
-def _sink_options(made: Pipeline, route: Route) -> dict[str, str]:
+def _sink_options(result: DataFrame, made: Pipeline, route: Route) -> dict[str, str]:
     options = {"url": route.to or route.url}
+    if PAYLOAD not in result.columns:
+        options["codec"] = "json"
     if made.writes is not None:
         options[TOPIC] = made.writes
     if route.token is not None:

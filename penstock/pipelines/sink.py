@@ -59,7 +59,7 @@ class Delivery:
         path = None
         if self.direct:
             outlet = outlet_at(self.options.url, self.options.token)
-            outlet.publish(some, self.options.topic, f"{name}/{task}")
+            outlet.publish(some, self.options.topic, f"{name}/{task}", self.options.codec)
         else:
             path = self._stage(some)
         failpoint("sink.task-done")
@@ -82,7 +82,7 @@ class Delivery:
         if left:
             outlet = Outlet(self.options.url, self.options.token)
             try:
-                outlet.publish(_staged(left), self.options.topic, left[0].name)
+                outlet.publish(_staged(left), self.options.topic, left[0].name, self.options.codec)
             finally:
                 outlet.close()
         failpoint("sink.after-commit")

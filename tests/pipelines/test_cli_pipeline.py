@@ -105,10 +105,10 @@ def test_a_pipeline_is_tested_on_rows_of_a_file(spark, project, capsys) -> None:
 )
 def test_what_is_wrong_is_said(spark, project, capsys, more, why) -> None:
     assert run(words(project, *more)) != 0
-    assert why in capsys.readouterr().err
+    assert why in capsys.readouterr().out
 
 
 def test_a_file_that_does_not_load_is_named(project, capsys) -> None:
     (project / "own" / "broken.py").write_text("import nothing_of_that_name\n")
     assert run(words(project, "list")) != 0
-    assert "broken.py cannot be loaded" in capsys.readouterr().err
+    assert "broken.py cannot be loaded" in capsys.readouterr().out
