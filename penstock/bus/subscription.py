@@ -99,6 +99,7 @@ class Subscription:
             raise BusClosed("the subscription is closed; subscribe again")
         if self._receiving is None:
             self._receiving = asyncio.ensure_future(self._feed.receive())
+            self._receiving.add_done_callback(_heard)
         try:
             received = await asyncio.shield(self._receiving)
         except asyncio.CancelledError:
@@ -161,3 +162,9 @@ class Subscription:
         """Nack many events."""
         for event in events:
             await event.nack(delay_s)
+
+
+def _heard(received: asyncio.Future[Any]) -> None:
+    """A wait that was given up may fail with nobody to hear it; whoever calls next still does."""
+    if not received.cancelled():
+        received.exception()

@@ -119,10 +119,14 @@ class Disk(Protocol):
         ...
 
 
+UNFINISHED = ".tmp"
+"""What the name of a file ends with until all of it is there."""
+
+
 def write_file(disk: Disk, path: str, parts: Sequence[Bytes], *, paced: bool = False) -> None:
     """Write a whole file so that it is there completely or not at all, crash or no crash."""
     folder = path.rpartition("/")[0]
-    temporary = f"{path}.tmp"
+    temporary = f"{path}{UNFINISHED}"
     if disk.exists(temporary):
         disk.remove(temporary)
     file = disk.open(temporary, create=True)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from penstock.core.entry import Audited, decode_entries
-from penstock.log.disk import Disk, File, read_file, write_file
+from penstock.log.disk import UNFINISHED, Disk, File, read_file, write_file
 from penstock.log.eventlog import EventLog
 from penstock.log.frame import (
     CONTROL,
@@ -94,7 +94,9 @@ def check_folder(disk: Disk, *, write: bool) -> None:
             f'write {{"format": {FORMAT}}} into it if this is a Penstock folder',
             path=ABOUT,
         )
-    others = [name for name in disk.list("") if name not in ("lock", STAGING, *FOLDERS)]
+    # The process may have died while it made the folder, before its first file had its name.
+    ours = ("lock", STAGING, *FOLDERS, f"{ABOUT}{UNFINISHED}")
+    others = [name for name in disk.list("") if name not in ours]
     if others or not write:
         found = f"it holds {others[:3]}" if others else "it is empty"
         raise NotADataFolder(

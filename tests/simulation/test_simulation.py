@@ -21,6 +21,8 @@ REGRESSIONS = {
     278: "a transaction happened without the cursor of a partition that was taken away",
     202: "a burial from before a reset let the next event of its key go",
     34: "retention took delayed events that had to wait longer than events are kept",
+    411: "a process that died while it made the folder left a file that was taken for somebody's",
+    241: "an error of a wait that was given up was reported as forgotten",
     70: "a start wrote audit lines again that were durable, and a crash in the middle tore them",
 }
 

@@ -311,6 +311,15 @@ def test_an_empty_folder_is_made_into_one_for_writers_only() -> None:
     check_folder(disk, write=False)
 
 
+def test_a_process_that_died_while_it_made_the_folder_is_no_obstacle() -> None:
+    disk = MemoryDisk()
+    file = disk.open("penstock.json.tmp", create=True)
+    file.append([b'{"for'])
+    file.close()
+    check_folder(disk, write=True)
+    check_folder(disk, write=False)
+
+
 def test_a_folder_whose_penstock_json_is_gone_is_refused_and_kept(
     three_files, files_of, disk_with
 ) -> None:
