@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import random
 from collections.abc import AsyncIterator
@@ -834,6 +835,31 @@ async def test_the_bus_survives_a_publish_that_is_cancelled(tmp_path, small) -> 
         await bus.publish("orders", b"last")
         stored = {event.offset async for event in bus.replay("orders")}
         assert acked <= stored
+
+
+async def test_a_wait_that_was_given_up_may_fail_with_nobody_to_hear_it(monkeypatch) -> None:
+    """asyncio does not report its error as forgotten, and the next call still gets it."""
+    reported: list[Any] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: reported.append(context))
+    async with penstock.connect("mem:") as bus:
+        await bus.publish("orders", b"x")
+        for ask_again in (True, False):
+            async with bus.subscribe("orders", mode="log", group=f"g{ask_again}") as sub:
+                await sub.get()
+
+                async def fail() -> None:
+                    await asyncio.sleep(0.02)
+                    raise penstock.OffsetExpired("gone")
+
+                monkeypatch.setattr(sub._feed, "receive", fail)
+                assert await sub.get(timeout_s=0.001) is None
+                await asyncio.sleep(0.05)
+                if ask_again:
+                    with pytest.raises(penstock.OffsetExpired):
+                        await sub.get()
+    gc.collect()
+    assert reported == []
 
 
 async def test_a_closed_bus_says_so(tmp_path, small) -> None:
