@@ -1,0 +1,35 @@
+"""The main job, and a driver that is killed in the middle of a batch (S2, S4, S5, X13.3)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from penstock.testing.spark_kill import spark_kill_rounds
+
+
+def test_the_main_job_ends_by_itself_with_balanced_books(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "penstock.cli", "--json", "--url", str(tmp_path / "run")]
+    done = subprocess.run(
+        [*words, "showcase", "--for", "10s", "--rate", "100"],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    books = {row["tenant"]: row for row in map(json.loads, done.stdout.splitlines())}
+    assert set(books) == {"acme", "globex", "initech"}
+    for row in books.values():
+        ended = row["results"] + row["duplicates"] + row["late"] + row["bad"]
+        assert row["events"] == ended > 0
+        assert (row["lost"], row["repeated"], row["balanced"]) == (0, 0, True)
+
+
+def test_a_driver_killed_before_its_commit_loses_and_doubles_nothing() -> None:
+    """One stage once; `make soak` has all of them, 20 times each."""
+    told: list[str] = []
+    assert spark_kill_rounds(("sink.before-commit",), 1, tell=told.append) == 0, told
+    assert told[0].startswith("sink.before-commit: 1 kills, 60 events, 0 findings")
