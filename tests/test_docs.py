@@ -237,10 +237,10 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", EVERY_PAGE, ids=name_of)
 def test_pages_are_found(page: Path) -> None:
-    """Every document can be reached from the index or the README."""
+    """Every document can be reached from the index, the README or the list of results."""
     if page.name in ("README.md", "index.md"):
         return
-    entrances = (ROOT / "README.md", DOCS / "index.md")
+    entrances = (ROOT / "README.md", DOCS / "index.md", DOCS / "results" / "README.md")
     reached = {
         (entrance.parent / target.partition("#")[0]).resolve()
         for entrance in entrances

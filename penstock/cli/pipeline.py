@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import time
 import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,12 +10,11 @@ import click
 
 from penstock.cli import output
 from penstock.cli.invocation import Invocation, Noun
+from penstock.cli.stopping import asked_to_stop
 from penstock.cli.when import DURATION
 from penstock.model.errors import InvalidSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pyspark.sql import SparkSession
 
     from penstock.pipelines.pipeline import Pipeline
@@ -101,14 +98,12 @@ def run(invocation: Invocation, /, name: str, **said: Any) -> None:
     if made.mode == "batch":
         run_table(invocation, made, spark, route, params)
         return
-    with _interrupted() as stopped:
-        ends = time.monotonic() + said["for_s"] if said["for_s"] else float("inf")
+    with asked_to_stop(said["for_s"]) as stopping:
         totals = run_stream(
             made, spark, route, params,
             checkpoint=Path(said["state"]) / made.name,
             once=said["once"], every_s=said["every_s"], metrics_port=said["metrics_port"],
-            until=lambda: stopped() or time.monotonic() >= ends,
-            quiet=invocation.json,
+            until=stopping.is_set, quiet=invocation.json,
         )  # fmt: skip
     output.show_record(invocation, totals)
 
@@ -220,20 +215,3 @@ def _pair(text: str, option: str) -> tuple[str, str]:
     if not equals or not name:
         raise click.UsageError(f"{option} {text}: write it as NAME=VALUE")
     return name.strip(), value
-
-
-class _interrupted:  # noqa: N801 - reads as a sentence where it is used
-    """Ctrl-C and SIGTERM ask to stop; the second one ends the process as usual."""
-
-    def __enter__(self) -> Callable[[], bool]:
-        self._asked = False
-        self._before = {each: signal.signal(each, self._ask) for each in (signal.SIGINT, signal.SIGTERM)}  # fmt: skip
-        return lambda: self._asked
-
-    def _ask(self, number: int, frame: Any) -> None:
-        self._asked = True
-        signal.signal(number, self._before[signal.Signals(number)])
-
-    def __exit__(self, *gone: object) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)

@@ -6,10 +6,8 @@ What `make run` runs: the whole product on one machine, and its books balanced a
 from __future__ import annotations
 
 import asyncio
-import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +15,7 @@ import click
 
 from penstock.cli import exits, output
 from penstock.cli.invocation import DEFAULT_URL, Invocation, folder_of, leaf
+from penstock.cli.stopping import asked_to_stop
 from penstock.cli.when import DURATION
 from penstock.model.errors import InvalidInput, PenstockError
 
@@ -48,35 +47,12 @@ def command(invocation: Invocation, for_s: float | None, rate: float, master: st
     folder = folder_of(FOLDER if invocation.url == DEFAULT_URL else invocation.url)
     if folder is None:
         raise InvalidInput("the showcase starts a broker of its own: --url names a folder here")
-    with _stopping(for_s) as stopping:
+    with asked_to_stop(for_s) as stopping:
         books, table_rows = _run(invocation, folder, rate, master, stopping)
     _report(invocation, folder, books, table_rows)
     out = sum(each.out for each in books.values())
     if not all(each.balanced for each in books.values()) or table_rows != out:
         raise click.exceptions.Exit(exits.FAILED)
-
-
-@contextmanager
-def _stopping(for_s: float | None) -> Iterator[threading.Event]:
-    """Set by Ctrl-C, SIGTERM or the time; the second Ctrl-C ends the process as usual."""
-    event = threading.Event()
-
-    def stop(number: int, frame: Any) -> None:
-        event.set()
-        signal.signal(number, signal.default_int_handler)
-
-    before = {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM)}
-    timer = threading.Timer(for_s, event.set) if for_s else None
-    if timer is not None:
-        timer.daemon = True
-        timer.start()
-    try:
-        yield event
-    finally:
-        if timer is not None:
-            timer.cancel()
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _run(

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any
 
 import pyarrow as pa
 
-from penstock.bus.connect import connect
-from penstock.bus.sync import LoopThread
 from penstock.engines.request import FindOffset
 from penstock.log.gather import gather
 from penstock.model.batch import EventBatch
 from penstock.model.errors import OffsetExpired
 from penstock.model.topic import is_system, is_wildcard, matches
+from penstock.pipelines.connection import Connection
 from penstock.pipelines.plan import Bounds, Split
 from penstock.pipelines.store import PIECE_BYTES, PIECE_EVENTS
 
@@ -22,14 +20,12 @@ class BrokerStore:
     """A broker, over one connection for all tasks of a process."""
 
     def __init__(self, url: str, token: str | None = None) -> None:
-        self._thread = LoopThread()
-        flags: dict[str, Any] = {} if token is None else {"client__token": token}
-        self._bus = self._thread.call(lambda: connect(url, **flags))
-        self._thread.wait(self._bus.open())
+        self._connection = Connection(url, token)
+        self._bus = self._connection.bus
 
     def bounds(self, pattern: str) -> Bounds:
         """First and end offset of every partition of the topics that match, as of now."""
-        found = self._thread.wait(self._bus.topics.list(system=is_system(pattern)))
+        found = self._connection.wait(self._bus.topics.list(system=is_system(pattern)))
         wanted = (info for info in found if info.name == pattern or (
             is_wildcard(pattern) and matches(pattern, info.name)
         ))  # fmt: skip
@@ -41,7 +37,7 @@ class BrokerStore:
 
     def find_time(self, topic: str, partition: int, time_us: int) -> int:
         """The first offset appended at or after a time."""
-        found: int = self._thread.wait(self._bus.ask(FindOffset(topic, partition, time_us)))
+        found: int = self._connection.wait(self._bus.ask(FindOffset(topic, partition, time_us)))
         return found
 
     def event_bytes(self, topic: str, partition: int) -> int:
@@ -53,7 +49,7 @@ class BrokerStore:
         batches = self._bus.engine.read(split.topic, split.partition, split.start, split.stop)
         at = split.start
         while at < split.stop:
-            some = self._thread.wait(_some(batches))
+            some = self._connection.wait(_some(batches))
             if not some:
                 raise OffsetExpired(
                     f"{split} was to be read, and the broker has nothing from {at} on: the topic "
@@ -66,8 +62,7 @@ class BrokerStore:
 
     def close(self) -> None:
         """Leave the broker."""
-        self._thread.wait(self._bus.close())
-        self._thread.stop()
+        self._connection.close()
 
 
 async def _some(batches: AsyncIterator[EventBatch]) -> list[EventBatch]:

@@ -30,7 +30,6 @@ EVENT_COLUMNS: dict[str, tuple[str, pa.DataType, str]] = {
     "codec": ("STRING", pa.string(), "codec"),
 }
 VALUE, FAULT, LATE = "value", "fault", "late"
-NEVER_NULL = {"topic", "tenant", "partition", "offset", "id", "append_time", "event_time", "payload", "codec"}  # fmt: skip
 
 
 def row_ddl(names: Sequence[str], value_ddl: str | None, *, late: bool) -> str:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock.bus.bus import Bus
-from penstock.bus.connect import connect
-from penstock.bus.sync import LoopThread
 from penstock.model.arrow import TIME
 from penstock.model.errors import InvalidInput
+from penstock.pipelines.connection import Connection
 
 ENVELOPE = ("key", "headers", "event_time")
 BATCH_EVENTS = 100_000
@@ -75,40 +72,25 @@ def _as_events(table: pa.Table) -> pa.Table:
     return table
 
 
-class Outlet:
-    """A bus to publish to, kept open in a thread of its own."""
-
-    def __init__(self, url: str, token: str | None) -> None:
-        self._thread = LoopThread()
-        flags: dict[str, Any] = {} if token is None else {"client__token": token}
-        self._bus: Bus = self._thread.call(lambda: connect(url, **flags))
-        try:
-            self._thread.wait(self._bus.open())
-        except BaseException:
-            self._thread.stop()
-            raise
+class Outlet(Connection):
+    """A bus to publish rows to."""
 
     def publish(
         self, rows: Iterable[pa.RecordBatch], topic: str | None, key: str, codec: str = "raw"
     ) -> bool:
         """All rows or none, once for the key; False when they had been published before."""
-        return self._thread.wait(self._publish(rows, topic, key, codec))
+        return self.wait(self._publish(rows, topic, key, codec))
 
     async def _publish(
         self, rows: Iterable[pa.RecordBatch], topic: str | None, key: str, codec: str
     ) -> bool:
-        async with self._bus.transaction(idempotency_key=key) as transaction:
+        async with self.bus.transaction(idempotency_key=key) as transaction:
             for batch in rows:
                 for name, table in by_topic(batch, topic):
                     for start in range(0, table.num_rows, BATCH_EVENTS):
                         part = table.slice(start, BATCH_EVENTS)
                         transaction.publish_many(name, part, codec=codec)
         return not transaction.repeated
-
-    def close(self) -> None:
-        """Leave the bus."""
-        self._thread.wait(self._bus.close())
-        self._thread.stop()
 
 
 _open: dict[tuple[str, str | None], Outlet] = {}

@@ -87,15 +87,30 @@ def call(
     streaming: bool,
 ) -> DataFrame:
     """The function on its inputs; nothing is read yet."""
-    arguments: dict[str, Any] = {
+    frames = {
         name: _read(spark, source, route, len(made.reads), streaming)
         for name, source in made.reads.items()
     }
+    return invoke(made, spark, frames, params, url=route.url)
+
+
+def invoke(
+    made: Pipeline,
+    spark: SparkSession,
+    frames: Mapping[str, DataFrame],
+    params: Mapping[str, Any] | msgspec.Struct | None,
+    *,
+    url: str = "",
+) -> DataFrame:
+    """The function on these frames, with what else it asks for: `spark`, `url`, `params`."""
     wanted = inspect.signature(made.function).parameters
-    if "spark" in wanted:
-        arguments["spark"] = spark
+    offered = {"spark": spark, "url": url}
+    arguments: dict[str, Any] = {
+        **frames, **{name: each for name, each in offered.items() if name in wanted}
+    }  # fmt: skip
     if "params" in wanted:
-        arguments["params"] = parameters(made, params)
+        given = params if isinstance(params, msgspec.Struct) else parameters(made, params)
+        arguments["params"] = given
     result: DataFrame = made.function(**arguments)
     return result
 

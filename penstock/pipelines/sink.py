@@ -22,9 +22,9 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from penstock.bus.connect import BROKER
 from penstock.log.recovery import STAGING
 from penstock.model.errors import InvalidInput
+from penstock.pipelines.connection import is_broker
 from penstock.pipelines.failpoint import failpoint
 from penstock.pipelines.options import SinkOptions, sink_options
 from penstock.pipelines.outgoing import Outlet, check_columns, outlet_at
@@ -47,7 +47,7 @@ class Delivery:
     def __init__(self, options: SinkOptions, schema: StructType) -> None:
         check_columns(schema.names, options.topic)
         self.options = options
-        self.direct = options.url.partition("://")[0] in BROKER and "://" in options.url
+        self.direct = is_broker(options.url)
 
     def put(self, name: str, task: int, rows: Iterator[pa.RecordBatch]) -> Written:
         """A task's rows, of the batch of this name."""

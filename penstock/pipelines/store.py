@@ -12,6 +12,7 @@ from typing import Protocol
 
 import pyarrow as pa
 
+from penstock.pipelines.connection import is_broker
 from penstock.pipelines.plan import Bounds, Split
 
 # Rows handed to Spark at once: a row group of a segment, and never much memory.
@@ -56,9 +57,7 @@ def store_at(url: str, token: str | None = None) -> Store:
 
 
 def _opener(url: str) -> Callable[[str, str | None], Store]:
-    from penstock.bus.connect import BROKER
-
-    if url.partition("://")[0] in BROKER and "://" in url:
+    if is_broker(url):
         from penstock.pipelines.broker_store import BrokerStore
 
         return BrokerStore

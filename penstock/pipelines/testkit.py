@@ -8,7 +8,6 @@ writing down in most tests; everything else has a default.
 from __future__ import annotations
 
 import hashlib
-import inspect
 import os
 import tempfile
 import uuid
@@ -25,9 +24,11 @@ from penstock.core.schedule import parse_duration
 from penstock.model.errors import InvalidInput, NotFound
 from penstock.model.token import TOKEN_BYTES
 from penstock.model.topic import tenant_of
+from penstock.pipelines import discovery
 from penstock.pipelines.columns import EVENT_COLUMNS, FAULT, LATE, VALUE
 from penstock.pipelines.payload import Decoder
 from penstock.pipelines.pipeline import Input, Pipeline, registered
+from penstock.pipelines.run import invoke
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -128,8 +129,13 @@ def run_on_rows(
     spark: SparkSession,
     rows: Sequence[Row] | Mapping[str, Sequence[Row]] = (),
     params: Mapping[str, Any] | msgspec.Struct | None = None,
+    *,
+    url: str = "",
 ) -> list[dict[str, Any]]:
-    """Run a pipeline once over rows, as a batch; rows by argument where it has several inputs."""
+    """Run a pipeline once over rows, as a batch; rows by argument where it has several inputs.
+
+    `url` is for pipelines that ask for one: those that read something else than topics.
+    """
     made = find(which)
     given = rows if isinstance(rows, Mapping) else dict.fromkeys(made.reads, rows)
     frames = {
@@ -141,7 +147,7 @@ def run_on_rows(
         )
         for argument, source in made.reads.items()
     }
-    return _plain(_call(made, spark, frames, params))
+    return _plain(invoke(made, spark, frames, params, url=url))
 
 
 def stream_on_rows(
@@ -168,7 +174,7 @@ def stream_on_rows(
         )
         name = f"testkit_{uuid.uuid4().hex}"
         query = (
-            _call(made, spark, {argument: events}, params)
+            invoke(made, spark, {argument: events}, params)
             .writeStream.format("memory")
             .queryName(name)
             .outputMode(made.output_mode)
@@ -202,40 +208,12 @@ def find(which: str | Pipeline | Callable[..., Any]) -> Pipeline:
     """A pipeline by its name, itself, or the function it was made from."""
     if isinstance(which, Pipeline):
         return which
-    if callable(which):
-        for made in registered.values():
-            if made.function is which:
-                return made
-        raise NotFound(f"{which!r} is no pipeline: decorate it with @penstock.pipeline")
-    if which not in registered:
-        from penstock.pipelines import builtin
-
-        builtin.load()
-    if which not in registered:
-        raise NotFound(
-            f"there is no pipeline {which!r}; import the module that makes it. There is "
-            f"{', '.join(sorted(registered))}"
-        )
-    return registered[which]
-
-
-def _call(
-    made: Pipeline,
-    spark: SparkSession,
-    frames: Mapping[str, DataFrame],
-    params: Mapping[str, Any] | msgspec.Struct | None,
-) -> DataFrame:
-    arguments: dict[str, Any] = dict(frames)
-    wanted = inspect.signature(made.function).parameters
-    if "spark" in wanted:
-        arguments["spark"] = spark
-    if made.params is not None and "params" in wanted:
-        given = params if isinstance(params, msgspec.Struct) else dict(params or {})
-        arguments["params"] = (
-            given if isinstance(given, made.params) else msgspec.convert(given, made.params)
-        )
-    result: DataFrame = made.function(**arguments)
-    return result
+    if isinstance(which, str):
+        return registered[which] if which in registered else discovery.find(which)
+    for made in registered.values():
+        if made.function is which:
+            return made
+    raise NotFound(f"{which!r} is no pipeline: decorate it with @penstock.pipeline")
 
 
 def _plain(result: DataFrame) -> list[dict[str, Any]]:

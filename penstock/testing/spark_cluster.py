@@ -1,19 +1,14 @@
 """A standalone Spark cluster for tests: one master and workers of one core, on this machine.
 
-Everything comes from the PySpark package. Each process runs below a shell that holds one end of a
-pipe; the other end is ours. When we close it, or die in any way, kill -9 included, the shell kills
-the whole group: daemons and the executors they started.
+Everything comes from the PySpark package. Daemons, and the executors they start, die with whoever
+started the cluster, kill -9 included.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,15 +20,13 @@ from typing import Any, Self
 from penstock.model.errors import PenstockError
 from penstock.pipelines.java import find_java, write_launcher
 from penstock.pipelines.requirement import check_requirements
+from penstock.testing.server_process import Server, free_ports
 
 START_S = 120.0
 """How long a cluster may take: 10 s on two idle cores, and a busy machine fails no test."""
 STOP_S = 5.0
 POLL_S = 0.1
-LOG_TAIL_CHARS = 1500
 HOST = "127.0.0.1"
-
-_LEASH = '{ "$@"; kill -9 0; } </dev/null & read _; kill -9 0'
 
 
 class SparkCluster:
@@ -48,8 +41,8 @@ class SparkCluster:
         self.workers = workers
         self._memory = worker_memory
         self._folder: Path | None = None
-        self._daemons: list[_Daemon] = []
-        self._ports = (0, 0)
+        self._daemons: list[Server] = []
+        self._ports = [0, 0]
 
     @property
     def url(self) -> str:
@@ -72,7 +65,7 @@ class SparkCluster:
         return self
 
     def _start_master(self) -> None:
-        self._ports = _free_ports()
+        self._ports = free_ports(2)
         port, web = map(str, self._ports)
         self._daemon("master", "--host", HOST, "--port", port, "--webui-port", web)
         # A worker that finds no master tries again much later, so they come one after the other.
@@ -103,7 +96,7 @@ class SparkCluster:
             "SPARK_DAEMON_MEMORY": "256m",
             "PYSPARK_PYTHON": sys.executable,
         }
-        self._daemons.append(_Daemon(name, command, folder / name, environment))
+        self._daemons.append(Server(name, command, folder / name, env=environment))
 
     def _wait_for(self, workers: int) -> None:
         end = time.monotonic() + START_S
@@ -128,11 +121,6 @@ class SparkCluster:
             return -1
         return sum(each["state"] == "ALIVE" for each in known["workers"])
 
-    def kill_worker(self, number: int = 0) -> None:
-        """kill -9 to a worker and its executors: a machine that is lost."""
-        self._running()
-        self._daemons[1 + number].stop()
-
     def _running(self) -> Path:
         if self._folder is None:
             raise RuntimeError("the cluster is not running")
@@ -156,49 +144,3 @@ class SparkCluster:
         trace: TracebackType | None,
     ) -> None:
         self.stop()
-
-
-class _Daemon:
-    """One process of the cluster, its log and its leash."""
-
-    def __init__(
-        self, name: str, command: list[str], folder: Path, environment: dict[str, str]
-    ) -> None:
-        folder.mkdir(parents=True)
-        self.name = name
-        self._log = folder / "daemon.log"
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                ["/bin/sh", "-c", _LEASH, "leash", *command],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=folder,
-                env=environment,
-                start_new_session=True,
-            )
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def log_tail(self) -> str:
-        return self._log.read_text(errors="replace")[-LOG_TAIL_CHARS:].strip()
-
-    def stop(self) -> None:
-        if self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
-        try:
-            self._process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait(STOP_S)
-
-
-def _free_ports() -> tuple[int, int]:
-    with socket.socket() as one, socket.socket() as other:
-        one.bind((HOST, 0))
-        other.bind((HOST, 0))
-        return one.getsockname()[1], other.getsockname()[1]

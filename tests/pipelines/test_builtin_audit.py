@@ -110,23 +110,23 @@ def test_a_broken_chain_fails_the_pipeline_or_is_reported(
     spark: Any, whole: Path, tmp_path: Path
 ) -> None:
     """S5: one command; its failure names the record, the file and the kind."""
-    (row,) = run_on_rows("audit", spark, params={"url": str(whole)})
+    (row,) = run_on_rows("audit", spark, url=str(whole))
     assert (row["ok"], row["records"], row["files"]) == (True, 40, len(files(whole)))
     root = tmp_path / "copy"
     shutil.copytree(whole, root)
     gone = files(root)[2]
     gone.unlink()
     with pytest.raises(Corrupted, match=rf"removed.*record {int(gone.stem)} is missing"):
-        run_on_rows("audit", spark, params={"url": str(root)})
-    (row,) = run_on_rows("audit", spark, params={"url": str(root), "report": True})
+        run_on_rows("audit", spark, url=str(root))
+    (row,) = run_on_rows("audit", spark, params={"report": True}, url=str(root))
     assert (row["ok"], row["broken_kind"], row["broken_file"]) == (False, "removed", f"audit/{gone.name}")  # fmt: skip
 
 
 def test_wrong_questions_are_refused(spark: Any, whole: Path, tmp_path: Path) -> None:
-    with pytest.raises(InvalidSettings):
-        run_on_rows("audit", spark)
+    with pytest.raises(InvalidSettings, match="last_hash"):
+        run_on_rows("audit", spark, params={"last_sequence": 3}, url=str(whole))
     with pytest.raises(NotADataFolder):
-        run_on_rows("audit", spark, params={"url": str(tmp_path)})
+        run_on_rows("audit", spark, url=str(tmp_path))
     root = tmp_path / "newer"
     shutil.copytree(whole, root)
     rewrite(files(root)[2], lambda lines: [lines[0].replace(b'"format":1', b'"format":9'), *lines[1:]])  # fmt: skip

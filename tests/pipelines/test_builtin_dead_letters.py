@@ -38,7 +38,7 @@ async def folder(tmp_path: Path) -> Path:
 
 def test_letters_are_grouped_by_what_they_have_in_common(spark: Any, folder: Path) -> None:
     """S5: numbers, times and ids do not make a cause of their own; the largest group is first."""
-    rows = run_on_rows("dead-letters", spark, params={"url": str(folder), "samples": 2})
+    rows = run_on_rows("dead-letters", spark, params={"samples": 2}, url=str(folder))
     groups = [(row["topic"].rpartition(".")[2], row["error"], row["letters"]) for row in rows]
     assert groups == [
         ("acme", "ValueError: order <n> of <time> has no price", 3),
@@ -53,8 +53,8 @@ def test_letters_are_grouped_by_what_they_have_in_common(spark: Any, folder: Pat
 
 
 def test_a_selection_can_be_named_and_may_be_empty(spark: Any, folder: Path) -> None:
-    rows = run_on_rows("dead-letters", spark, params={"url": str(folder), "tenant": "globex"})
+    rows = run_on_rows("dead-letters", spark, params={"tenant": "globex"}, url=str(folder))
     assert [row["letters"] for row in rows] == [1]
-    assert run_on_rows("dead-letters", spark, params={"url": str(folder), "consumer": "none"}) == []
-    with pytest.raises(InvalidSettings, match="url"):
-        run_on_rows("dead-letters", spark)
+    assert run_on_rows("dead-letters", spark, params={"consumer": "none"}, url=str(folder)) == []
+    with pytest.raises(InvalidSettings, match="samples"):
+        run_on_rows("dead-letters", spark, params={"samples": -1}, url=str(folder))

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from penstock.bench import Meter, Sample, compare, compare_files, compare_table
 from penstock.bench.measure import MAX_LATENCIES, disk_sync_s, median_sample, percentile
-from penstock.bench.peers.server import Server
 from penstock.model.errors import InvalidInput
+from penstock.testing.server_process import Server
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -18,8 +18,8 @@ import pytest
 from penstock.bench import Window
 from penstock.bench.peers import make_peer
 from penstock.bench.peers.operation import OPERATIONS
-from penstock.bench.peers.server import Server
 from penstock.model.errors import MissingExtra, PenstockError
+from penstock.testing.server_process import Server
 
 
 class LossyPeer:
@@ -84,7 +84,7 @@ async def test_operations_count_and_catch_loss(
 def test_server_dies_with_us_even_by_kill_9(tmp_path: Path, gone: Callable[..., bool]) -> None:
     script = (
         "import sys, time; from pathlib import Path\n"
-        "from penstock.bench.peers.server import Server\n"
+        "from penstock.testing.server_process import Server\n"
         f"server = Server('sleeper', ['sh', '-c', 'echo $$; exec sleep 300'], Path({str(tmp_path / 'data')!r}))\n"
         "while not server.log_tail().isdigit(): time.sleep(0.02)\n"
         "print(server.log_tail(), flush=True); time.sleep(300)\n"

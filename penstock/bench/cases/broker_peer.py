@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import penstock
 from penstock.bench.cases.workload import JOURNAL_FILE_BYTES, PRODUCERS, stored, together
 from penstock.bench.client_process import all_of, clean_environment
-from penstock.bench.peers.server import POLL_S, START_TIMEOUT_S, Server
 from penstock.model.errors import PenstockError
 from penstock.model.event import Identity
 from penstock.model.server_settings import Client
 from penstock.model.settings import Settings
+from penstock.testing.server_process import POLL_S, START_TIMEOUT_S, Server
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence

@@ -13,7 +13,8 @@ import shutil
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from penstock.bench.peers.server import Server, free_ports, need_binary, need_module
+from penstock.bench.peers.need import need_binary, need_module
+from penstock.testing.server_process import Server, free_ports
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence

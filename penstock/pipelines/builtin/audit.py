@@ -42,8 +42,6 @@ RESULT = (
 class Params(msgspec.Struct, forbid_unknown_fields=True):
     """Parameters of `audit`."""
 
-    url: str = ""
-    """The data folder, or an export of its audit; every worker must see it."""
     public_key: str | None = None
     """The key as it was kept elsewhere; none: the folder's own."""
     last_sequence: int | None = None
@@ -54,16 +52,17 @@ class Params(msgspec.Struct, forbid_unknown_fields=True):
 
 
 @pipeline("audit", mode="batch", params=Params)
-def audit(spark: SparkSession, params: Params) -> DataFrame:
-    """Check hash chain and signatures of the audit trail in parallel; fails at a broken link."""
-    if not params.url:
-        raise InvalidSettings("which audit trail? Give the parameter `url`: the data folder")
+def audit(spark: SparkSession, url: str, params: Params) -> DataFrame:
+    """Check hash chain and signatures of the audit trail in parallel; fails at a broken link.
+
+    `url` is the data folder, or an export of its audit; every worker must see it.
+    """
     if (params.last_sequence is None) != (params.last_hash is None):
         raise InvalidSettings("a head is `last_sequence` and `last_hash`; give both or none")
     expected = None
     if params.last_sequence is not None and params.last_hash is not None:
         expected = Head(params.last_sequence, params.last_hash)
-    reader = ParallelReader(spark, params.url)
+    reader = ParallelReader(spark, url)
     verdict = reader.verify(public_key=params.public_key, expect_last=expected)
     if not verdict.ok and not params.report:
         raise _failure(verdict)

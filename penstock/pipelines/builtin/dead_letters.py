@@ -12,10 +12,10 @@ import msgspec
 import pyarrow as pa
 from pyspark.sql import functions as sql
 
-from penstock.bus.connect import BROKER
 from penstock.bus.sync import connect_sync
 from penstock.model.arrow import TIME
 from penstock.model.errors import InvalidSettings
+from penstock.pipelines.connection import is_broker
 from penstock.pipelines.pipeline import pipeline
 
 if TYPE_CHECKING:
@@ -47,8 +47,6 @@ SHAPES = (
 class Params(msgspec.Struct, forbid_unknown_fields=True):
     """Parameters of `dead-letters`."""
 
-    url: str = ""
-    """The folder or the broker."""
     consumer: str | None = None
     topic: str | None = None
     tenant: str | None = None
@@ -59,15 +57,11 @@ class Params(msgspec.Struct, forbid_unknown_fields=True):
 
 
 @pipeline("dead-letters", mode="batch", params=Params)
-def dead_letters(spark: SparkSession, params: Params) -> DataFrame:
+def dead_letters(spark: SparkSession, url: str, params: Params) -> DataFrame:
     """Why events died: groups by consumer, topic and error, the largest first, with samples."""
-    if not params.url:
-        raise InvalidSettings(
-            "where are the dead letters? Give the parameter `url`: a folder or penstock://host:port"
-        )
     if params.samples < 0 or params.limit < 1:
         raise InvalidSettings("`samples` is 0 or more and `limit` 1 or more; nothing ran")
-    with connect_sync(_read_only(params.url)) as bus:
+    with connect_sync(_read_only(url)) as bus:
         letters = bus.dead_letters.list(
             consumer=params.consumer,
             topic=params.topic,
@@ -117,6 +111,6 @@ def _frame(spark: SparkSession, letters: Iterable[Any]) -> DataFrame:
 
 def _read_only(url: str) -> str:
     """A folder is opened beside its writer."""
-    if url.partition(":")[0] in BROKER or "?" in url:
+    if is_broker(url) or "?" in url:
         return url
     return f"{url}?mode=ro"

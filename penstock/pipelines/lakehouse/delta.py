@@ -12,8 +12,7 @@ from urllib.parse import quote, unquote
 import numpy as np
 import pyarrow as pa
 
-from penstock.model.errors import Unsupported
-from penstock.model.table_errors import CommitConflict, SchemaMismatch, UnknownTable
+from penstock.model.table_errors import CommitConflict, SchemaMismatch
 from penstock.pipelines.failpoint import failpoint
 from penstock.pipelines.lakehouse.iceberg import (
     COMMIT_TRIES,
@@ -25,9 +24,11 @@ from penstock.pipelines.lakehouse.iceberg import (
 from penstock.pipelines.lakehouse.table import (
     BATCH_PROPERTY,
     QUERY_PROPERTY,
+    ColumnsByName,
     Cut,
     Layout,
     WrittenFile,
+    unknown_table,
 )
 from penstock.pipelines.lakehouse.warehouse import missing_extra
 
@@ -39,10 +40,10 @@ if TYPE_CHECKING:
 DAY_PROPERTY = "penstock.day"  # the timestamp whose day the partition column `day` holds
 
 
-class DeltaLakeTable:
+class DeltaLakeTable(ColumnsByName):
     """One Delta table: a folder of the warehouse, with its log in it."""
 
-    widens = False
+    kind = "Delta table"
 
     def __init__(self, warehouse: Warehouse, name: str) -> None:
         self.name = name
@@ -67,11 +68,7 @@ class DeltaLakeTable:
         """The table, or UnknownTable."""
         found = self.find()
         if found is None:
-            raise UnknownTable(
-                f"there is no table {self.name!r} in {self.warehouse.uri}; nothing was changed. A "
-                "table is made by the first rows written to it",
-                table=self.name,
-            )
+            raise unknown_table(self.name, self.warehouse.uri)
         return found
 
     def schema(self) -> pa.Schema | None:
@@ -109,23 +106,6 @@ class DeltaLakeTable:
         from deltalake import Schema
 
         self.load().alter.add_columns(list(Schema.from_arrow(pa.schema(fields)).fields))
-
-    def widen(self, fields: Sequence[pa.Field]) -> None:
-        """Delta's columns keep their type: rows that need a wider one are dead letters."""
-        raise self._unsupported("widened", fields[0].name)
-
-    def rename(self, names: dict[str, str]) -> None:
-        raise self._unsupported("renamed", next(iter(names)))
-
-    def drop(self, names: Sequence[str]) -> None:
-        raise self._unsupported("dropped", names[0])
-
-    def _unsupported(self, what: str, column: str) -> Unsupported:
-        return Unsupported(
-            f"columns of a Delta table are not {what}, for its files know them by name; "
-            f"{self.name!r} keeps {column!r}. Use an Iceberg warehouse, or write another table",
-            table=self.name,
-        )
 
     # -- batches ---------------------------------------------------------------------------------
 

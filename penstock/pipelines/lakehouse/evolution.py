@@ -9,8 +9,8 @@ from typing import Literal
 import pyarrow as pa
 
 from penstock.model.errors import InvalidInput
-from penstock.model.table_errors import SchemaMismatch, UnknownTable
-from penstock.pipelines.lakehouse.table import Table
+from penstock.model.table_errors import SchemaMismatch
+from penstock.pipelines.lakehouse.table import Table, unknown_table
 from penstock.pipelines.lakehouse.warehouse import Warehouse
 
 Step = Literal["add", "widen"]
@@ -61,7 +61,7 @@ def adapt(table: Table, wanted: pa.Schema, allowed: Collection[Step] = AUTOMATIC
     """Change an existing table so that rows of `wanted` fit, as far as that is allowed."""
     current = table.schema()
     if current is None:
-        raise _unknown(table.name)
+        raise unknown_table(table.name, "this warehouse")
     if "add" in allowed:
         new = [pa.field(f.name, f.type) for f in wanted if f.name not in current.names]
         if new:
@@ -92,7 +92,7 @@ def evolve(
     table = warehouse.table(name)
     schema = table.schema()
     if schema is None:
-        raise _unknown(name)
+        raise unknown_table(name, warehouse.uri)
     wider = [pa.field(column, type_of(text)) for column, text in (widen or {}).items()]
     new = [pa.field(column, type_of(text)) for column, text in (add or {}).items()]
     _check(name, schema, [*drop, *(rename or {}), *(each.name for each in wider)])
@@ -126,11 +126,3 @@ def _check(name: str, schema: pa.Schema, columns: Sequence[str]) -> None:
             table=name,
             column=missing[0],
         )
-
-
-def _unknown(name: str) -> UnknownTable:
-    return UnknownTable(
-        f"there is no table {name!r} in this warehouse; nothing was changed. A table is made by "
-        "the first rows written to it",
-        table=name,
-    )

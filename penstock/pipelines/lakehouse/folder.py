@@ -15,11 +15,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pyarrow as pa
 
-from penstock.model.errors import Unsupported
-from penstock.model.table_errors import UnknownTable
 from penstock.pipelines.failpoint import failpoint
 from penstock.pipelines.lakehouse.iceberg import plain
-from penstock.pipelines.lakehouse.table import Cut, Layout, WrittenFile
+from penstock.pipelines.lakehouse.table import (
+    ColumnsByName,
+    Cut,
+    Layout,
+    WrittenFile,
+    unknown_table,
+)
 from penstock.pipelines.lakehouse.warehouse import filesystem
 
 if TYPE_CHECKING:
@@ -45,10 +49,10 @@ class _Commit(msgspec.Struct, frozen=True):
     rows: int
 
 
-class FolderTable:
+class FolderTable(ColumnsByName):
     """One folder of Parquet files. One writer at a time for each query."""
 
-    widens = False
+    kind = "Parquet folder"
 
     def __init__(self, warehouse: Warehouse, name: str) -> None:
         self.name = name
@@ -65,11 +69,7 @@ class FolderTable:
     def _known(self) -> _Head:
         head = self._head()
         if head is None:
-            raise UnknownTable(
-                f"there is no table {self.name!r} in {self.warehouse.uri}; nothing was changed. A "
-                "table is made by the first rows written to it",
-                table=self.name,
-            )
+            raise unknown_table(self.name, self.warehouse.uri)
         return head
 
     def schema(self) -> pa.Schema | None:
@@ -96,23 +96,6 @@ class FolderTable:
     def add(self, fields: Sequence[pa.Field]) -> None:
         head = self._known()
         self._write_head(pa.schema([*head.columns, *fields]), head.tenant, head.day)
-
-    def widen(self, fields: Sequence[pa.Field]) -> None:
-        """Files of two types would not be read together: rows that need one are dead letters."""
-        raise self._unsupported("widened", fields[0].name)
-
-    def rename(self, names: dict[str, str]) -> None:
-        raise self._unsupported("renamed", next(iter(names)))
-
-    def drop(self, names: Sequence[str]) -> None:
-        raise self._unsupported("dropped", names[0])
-
-    def _unsupported(self, what: str, column: str) -> Unsupported:
-        return Unsupported(
-            f"columns of a Parquet folder are not {what}, for its files know them by name; "
-            f"{self.name!r} keeps {column!r}. Use an Iceberg warehouse, or write another table",
-            table=self.name,
-        )
 
     # -- batches ---------------------------------------------------------------------------------
 

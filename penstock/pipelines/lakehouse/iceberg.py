@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pyarrow as pa
 
 from penstock.model.errors import AlreadyExists
-from penstock.model.table_errors import CommitConflict, SchemaMismatch, UnknownTable
+from penstock.model.table_errors import CommitConflict, SchemaMismatch
 from penstock.pipelines.failpoint import failpoint
 from penstock.pipelines.lakehouse.table import (
     BATCH_PROPERTY,
@@ -18,6 +18,7 @@ from penstock.pipelines.lakehouse.table import (
     Cut,
     Layout,
     WrittenFile,
+    unknown_table,
 )
 from penstock.pipelines.lakehouse.warehouse import filesystem, identifier
 
@@ -62,11 +63,7 @@ class IcebergTable:
         """The table as the catalogue has it now."""
         found = self.find()
         if found is None:
-            raise UnknownTable(
-                f"there is no table {self.name!r} in {self.warehouse.uri}; nothing was changed. A "
-                "table is made by the first rows written to it",
-                table=self.name,
-            )
+            raise unknown_table(self.name, self.warehouse.uri)
         return found
 
     def find(self) -> PyTable | None:

@@ -9,6 +9,9 @@ from typing import Protocol
 import msgspec
 import pyarrow as pa
 
+from penstock.model.errors import Unsupported
+from penstock.model.table_errors import UnknownTable
+
 REJECTED_SUFFIX = "__rejected"
 QUERY_PROPERTY = "penstock.query"
 BATCH_PROPERTY = "penstock.batch"
@@ -119,3 +122,40 @@ class Table(Protocol):
 def total_rows(files: Iterable[WrittenFile]) -> int:
     """How many rows files hold together."""
     return sum(each.rows for each in files)
+
+
+def unknown_table(name: str, uri: str) -> UnknownTable:
+    """The error for a table that nobody has written to."""
+    return UnknownTable(
+        f"there is no table {name!r} in {uri}; nothing was changed. A table is made by the first "
+        "rows written to it",
+        table=name,
+    )
+
+
+class ColumnsByName:
+    """What a format cannot do whose files know columns by their names."""
+
+    name: str
+    kind: str
+    """What such a table is called."""
+    widens = False
+
+    def widen(self, fields: Sequence[pa.Field]) -> None:
+        """Refused; a writer sends rows that need a wider type to the dead letters."""
+        raise self._unsupported("widened", fields[0].name)
+
+    def rename(self, names: dict[str, str]) -> None:
+        """Refused."""
+        raise self._unsupported("renamed", next(iter(names)))
+
+    def drop(self, names: Sequence[str]) -> None:
+        """Refused."""
+        raise self._unsupported("dropped", names[0])
+
+    def _unsupported(self, what: str, column: str) -> Unsupported:
+        return Unsupported(
+            f"columns of a {self.kind} are not {what}, for its files know them by name; "
+            f"{self.name!r} keeps {column!r}. Use an Iceberg warehouse, or write another table",
+            table=self.name,
+        )

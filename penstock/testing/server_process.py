@@ -1,4 +1,4 @@
-"""A peer's server process: own ports, own folder, and no way to outlive the benchmark.
+"""A server of somebody else's: own ports, own folder, and no way to outlive whoever started it.
 
 The server runs in a process group of its own below a shell that holds one end of a pipe. The
 other end is ours: when we close it, or die in any way, kill -9 included, the shell reads the end
@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import os
 import shutil
 import socket
 import subprocess
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from penstock.model.errors import MissingExtra, PenstockError
+from penstock.model.errors import PenstockError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -98,7 +97,7 @@ class Server:
             if not self.alive or time.monotonic() > end:
                 state = f"not ready within {timeout_s:g} s" if self.alive else "ended at once"
                 raise PenstockError(
-                    f"{self.name} was {state} when started for the benchmark; the end of its log: "
+                    f"{self.name} was {state} when it was started; the end of its log: "
                     f"{self.log_tail()}",
                     peer=self.name,
                 )
@@ -137,26 +136,3 @@ def free_ports(count: int) -> list[int]:
             probe.bind(("127.0.0.1", 0))
             found.append(int(probe.getsockname()[1]))
         return found
-
-
-def need_module(name: str, peer: str) -> Any:
-    """Import a peer's client library, or raise with the command that installs it."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise MissingExtra(
-            f"the peer {peer} needs the Python package {name!r}: pip install 'penstock[bench]'",
-            peer=peer,
-            command="pip install 'penstock[bench]'",
-        ) from error
-
-
-def need_binary(found: str | None, peer: str, command: str) -> str:
-    """The server's path, or an error with the command that installs it."""
-    if found is None:
-        raise MissingExtra(
-            f"the peer {peer} needs its server on this machine: {command}",
-            peer=peer,
-            command=command,
-        )
-    return found
