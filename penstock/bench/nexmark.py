@@ -11,21 +11,18 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
-import platform
-import shlex
-import statistics
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow.parquet as pq
 
 import penstock
-from penstock.bench.measure import Meter, Sample, median_sample, rounded
+from penstock.bench.measure import Meter, Sample, rounded
+from penstock.bench.progress import Progress, silent
+from penstock.bench.spark.case import OURS, ratio, result
 from penstock.model.errors import InvalidInput, MissingExtra, NotFound, PenstockError
 from penstock.model.setting import MIB
 from penstock.model.settings import Journal, Settings
@@ -40,7 +37,7 @@ if TYPE_CHECKING:
 
     from penstock.pipelines.nexmark.queries import Query
 
-SIDES = ("penstock", "parquet", "typed")
+SIDES = (OURS, "parquet", "typed")
 DEFAULT_EVENTS = 1_000_000
 DEFAULT_ROUNDS = 3
 MAX_ROUNDS = 20
@@ -53,8 +50,6 @@ SEAL_TIMEOUT_S = 120.0
 # Files as Spark likes them: one for each core of a small machine.
 PARQUET_FILES = 2
 DUCKDB = "pip install duckdb"
-
-Progress = Callable[[str, int, int], None]
 
 
 def run_nexmark(
@@ -85,7 +80,7 @@ def run_nexmark(
         raise InvalidInput(
             f"rounds are 1 to {MAX_ROUNDS} and events 1 to {MAX_EVENTS:,}, not {rounds} and {events}"
         )
-    run = _Run(folder, Generator(events=events, seed=seed), rounds, progress or _silent)
+    run = _Run(folder, Generator(events=events, seed=seed), rounds, progress or silent)
     run.prepare()
     for query in chosen:
         run.check(query, len(chosen))
@@ -101,10 +96,6 @@ def _query(queries: dict[str, Query], name: str) -> Query:
             f"there is no Nexmark query {name!r} here; there is {', '.join(queries)}", query=name
         )
     return queries[name]
-
-
-def _silent(text: str, done: int, total: int) -> None:
-    """Tell nobody."""
 
 
 @dataclass
@@ -217,7 +208,7 @@ class _Run:
 
         tables = {}
         for name, columns in query.reads.items():
-            if side == "penstock":
+            if side == OURS:
                 tables[name] = from_bus(self.spark.read, str(self.folder / "bus"), name, columns)
                 continue
             rows = self.spark.read.parquet(str(self.folder / side / name))
@@ -230,42 +221,19 @@ class _Run:
     def result(self, query: Query) -> dict[str, Any]:
         """What was measured of a query, in the shape docs/guide/benchmarks.md describes."""
         found = {side: self.samples[query.name, side] for side in SIDES}
-        medians = {side: median_sample(samples).as_dict() for side, samples in found.items()}
-        ours = found["penstock"]
-        return {
-            "case": f"nexmark-{query.name}",
-            "title": query.title,
-            "unit": "events",
-            "events": self._events(query),
-            "result_rows": self.digests[query.name][0],
-            "penstock": medians.pop("penstock"),
-            "peers": medians,
-            "ratio": {side: _ratio(ours, found[side], lambda each: each.per_s) for side in medians},
-            "ratio_core": {
-                side: _ratio(ours, found[side], lambda each: each.extra["per_s_core"])
-                for side in medians
+        return result(
+            f"nexmark-{query.name}",
+            query.title,
+            found,
+            load_1m=self.load_1m,
+            events=self._events(query),
+            result_rows=self.digests[query.name][0],
+            ratio_core={
+                side: ratio(found[OURS], found[side], lambda each: each.extra["per_s_core"])
+                for side in SIDES[1:]
             },
-            "left_out": {},
-            "rounds": self.rounds,
-            "seconds": rounded(statistics.median(each.p50_ms / 1000 for each in ours)),
-            "sealed_share": rounded(self.sealed_share),
-            "machine": {
-                "cores": len(os.sched_getaffinity(0)),
-                "kernel": platform.release(),
-                "python": platform.python_version(),
-                "spark": self.spark.version,
-                "load_1m": rounded(self.load_1m),
-            },
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-            "samples": {side: [each.as_dict() for each in found[side]] for side in SIDES},
-        }
-
-
-def _ratio(ours: list[Sample], theirs: list[Sample], figure: Callable[[Sample], float]) -> float:
-    return rounded(
-        statistics.median(figure(a) / figure(b) for a, b in zip(ours, theirs, strict=True))
-    )
+            sealed_share=rounded(self.sealed_share),
+        )
 
 
 def _digest(frame: DataFrame) -> tuple[int, ...]:
@@ -305,15 +273,15 @@ def nexmark_table(results: Sequence[dict[str, Any]]) -> Table:
     for heading in ("events", "rows", "events/s", "events/s/core", "parquet events/s/core",
                     "typed events/s/core", "to parquet", "to typed"):  # fmt: skip
         table.add_column(heading, justify="right")
-    for result in results:
-        sides = [result["penstock"], result["peers"]["parquet"], result["peers"]["typed"]]
+    for found in results:
+        sides = [found["penstock"], found["peers"]["parquet"], found["peers"]["typed"]]
         table.add_row(
-            f"{result['case'].removeprefix('nexmark-')} {result['title']}",
-            f"{result['events']:,}",
-            f"{result['result_rows']:,}",
-            f"{result['penstock']['per_s']:,.0f}",
+            f"{found['case'].removeprefix('nexmark-')} {found['title']}",
+            f"{found['events']:,}",
+            f"{found['result_rows']:,}",
+            f"{found['penstock']['per_s']:,.0f}",
             *(f"{side['extra']['per_s_core']:,.0f}" for side in sides),
-            f"{result['ratio']['parquet']:.2f}x",
-            f"{result['ratio']['typed']:.2f}x",
+            f"{found['ratio']['parquet']:.2f}x",
+            f"{found['ratio']['typed']:.2f}x",
         )
     return table

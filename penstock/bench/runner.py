@@ -36,6 +36,7 @@ from penstock.bench.measure import (
 )
 from penstock.bench.peers import PEERS, Peer, make_peer
 from penstock.bench.peers.operation import OPERATIONS
+from penstock.bench.progress import Progress, silent
 from penstock.bench.report import compare
 from penstock.model.errors import InvalidInput, InvalidSettings, PenstockError, RequestTimedOut
 
@@ -53,9 +54,6 @@ TURN_GRACE_S = 10.0
 START_LIMIT_S = 22.0  # a server's own start limit and the client's connection
 PENSTOCK = "penstock"
 T = TypeVar("T")
-
-Progress = Callable[[str, int, int], None]
-"""Told what is being done, and how many of how many turns are over."""
 
 
 def list_cases() -> list[dict[str, object]]:
@@ -92,7 +90,7 @@ def run_case(
     _check(vs, seconds, rounds)
     folder.mkdir(parents=True, exist_ok=True)
     place = Path(tempfile.mkdtemp(prefix="bench-", dir=folder)).resolve()
-    run = _Run(case, place, seconds, rounds, time.monotonic() + budget_s, progress or _silent)
+    run = _Run(case, place, seconds, rounds, time.monotonic() + budget_s, progress or silent)
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(run.all(list(dict.fromkeys(vs))))
@@ -154,10 +152,6 @@ def _check(vs: Sequence[str], seconds: float, rounds: int) -> None:
         raise InvalidSettings(
             f"seconds must be {MIN_WINDOW_S} to {BUDGET_S:g}, not {seconds}", seconds=seconds
         )
-
-
-def _silent(text: str, done: int, total: int) -> None:
-    """Progress that nobody watches."""
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -108,6 +108,31 @@ def nexmark(invocation: Invocation, events: int | None, queries: str, rounds: in
         _print_table(nexmark_table(results))
 
 
+@command.command("spark")
+@click.argument("cases", nargs=-1, metavar="[CASE]...")
+@click.option("--rows", type=int, default=None, help="Rows of each case. Default: the case's own.")
+@click.option("--rounds", type=int, default=None, help="Turns of each side; medians count.")
+@click.option(
+    "--dir",
+    "folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Where logs and tables are for the time of the run. Default: the current folder.",
+)
+@click.pass_obj
+def spark(invocation: Invocation, cases: tuple[str, ...], rows: int | None, rounds: int | None, folder: Path | None) -> None:  # fmt: skip
+    """Measure source, sink, tables and latency of pipelines on Spark, beside Spark over Parquet."""
+    from penstock.bench.spark.runner import run_spark, spark_table
+
+    with tempfile.TemporaryDirectory(prefix=".penstock-bench-", dir=folder or Path()) as place:
+        found = run_spark(cases, folder=Path(place), rows=rows, rounds=rounds, progress=_progress)
+        results = list(found)
+    _end_progress()
+    if invocation.json:
+        output.print_json(results)
+    else:
+        _print_table(spark_table(results))
+
+
 def _progress(text: str, done: int, total: int) -> None:
     if sys.stderr.isatty():
         print(f"\r{done}/{total} {text}\x1b[K", end="", file=sys.stderr, flush=True)

@@ -46,6 +46,10 @@ class File(Protocol):
         """Up to `size` bytes from `offset`; shorter at the end of the file. Valid until close."""
         ...
 
+    def rest(self, offset: int, size: int) -> None:
+        """This part will not be read again soon: it need not count as this process's memory."""
+        ...
+
     def sync(self) -> None:
         """fdatasync: returns when the bytes are on stable storage; raises OSError if they may not be."""
         ...
@@ -195,6 +199,13 @@ class RealFile:
                 # The old map stays alive for as long as somebody holds a view into it.
                 self._map = mmap.mmap(self._fd, length, prot=mmap.PROT_READ)
         return memoryview(self._map)[offset : offset + size]
+
+    def rest(self, offset: int, size: int) -> None:
+        start = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = (offset + size - start) // mmap.PAGESIZE * mmap.PAGESIZE
+        if self._map is not None and length > 0 and start + length <= len(self._map):
+            # The page cache keeps it, and a view into it finds it there again.
+            self._map.madvise(mmap.MADV_DONTNEED, start, length)
 
     def sync(self) -> None:
         os.fdatasync(self._fd)

@@ -86,6 +86,9 @@ class MemoryFile:
         self._need(1)
         return self._node.pages.length
 
+    def rest(self, offset: int, size: int) -> None:
+        """What is in memory stays there."""
+
     def written(self, start: int) -> Sequence[tuple[int, int]]:
         return [(start, self.size())]
 

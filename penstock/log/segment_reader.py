@@ -130,6 +130,7 @@ class SegmentReader:
                 continue
             for index, begin, end in self._rows(each, start, stop):
                 rows = self._some_columns(index, columns).slice(begin, end - begin)
+                self._rest(index)  # a scan goes through gigabytes, and decoded all it needs of this
                 yield start, rows
                 start += end - begin
 
@@ -261,6 +262,11 @@ class SegmentReader:
         if zlib.crc32(self._data[end - span.size_bytes : end]) != span.crc32:
             part = f"row group {index}" if span.rows else "the footer"
             raise self._damaged(f"{part} fails its checksum", index if span.rows else None)
+
+    def _rest(self, index: int) -> None:
+        assert self._file is not None
+        size = self.info.spans[index].size_bytes
+        self._file.rest(self._byte_ends[index] - size, size)
 
     def _damaged(self, what: str, group: int | None = None) -> Corrupted:
         info = self.info

@@ -30,13 +30,15 @@ EVENT_COLUMNS: dict[str, tuple[str, pa.DataType, str]] = {
     "codec": ("STRING", pa.string(), "codec"),
 }
 VALUE, FAULT, LATE = "value", "fault", "late"
+# Spark looks at each value of every other column less when it knows that none of them is null.
+MAYBE_NULL = ("key", VALUE, FAULT)
 
 
 def row_ddl(names: Sequence[str], value_ddl: str | None, *, late: bool) -> str:
     """The columns of a read as Spark DDL: those named, or all there are.
 
     >>> row_ddl(["offset", "value"], "n BIGINT", late=False)
-    'offset BIGINT, value STRUCT<n BIGINT>'
+    'offset BIGINT NOT NULL, value STRUCT<n BIGINT>'
     """
     known = {name: kind for name, (kind, _, _) in EVENT_COLUMNS.items()}
     if value_ddl is not None:
@@ -50,7 +52,10 @@ def row_ddl(names: Sequence[str], value_ddl: str | None, *, late: bool) -> str:
                 "need the option `schema`, `late` needs `lateAfter`",
                 column=name,
             )
-    return ", ".join(f"{name} {known[name]}" for name in names or known)
+    return ", ".join(
+        f"{name} {known[name]}{'' if name in MAYBE_NULL else ' NOT NULL'}"
+        for name in names or known
+    )
 
 
 def check_schema(wanted: StructType) -> None:
@@ -60,7 +65,7 @@ def check_schema(wanted: StructType) -> None:
     for each in wanted:
         kind = each.dataType.simpleString()
         if each.name == VALUE and kind.startswith("struct<"):
-            continue
+            kind = "struct"
         expected = have.get(each.name, "STRUCT" if each.name == VALUE else None)
         if expected is None:
             raise InvalidInput(
@@ -70,6 +75,10 @@ def check_schema(wanted: StructType) -> None:
             raise InvalidInput(
                 f"column {each.name!r} is {expected}, and the schema asks for {kind.upper()}; "
                 "select the column and cast it"
+            )
+        if each.name in MAYBE_NULL and not each.nullable:
+            raise InvalidInput(
+                f"column {each.name!r} can be null; leave NOT NULL out of the schema"
             )
     if FAULT in wanted.names and VALUE not in wanted.names:
         raise InvalidInput(f"`{FAULT}` says why there is no `{VALUE}`: read both columns")
@@ -86,7 +95,7 @@ def log_columns(names: Sequence[str], *, decoded: bool, late: bool) -> list[str]
 
 
 def plain(array: pa.Array) -> pa.Array:
-    """A column of the log in the form Spark takes: no dictionaries, no fixed sizes.
+    """A column of the log in the form Spark takes: no dictionaries, no fixed sizes, no null maps.
 
     >>> plain(pa.array(["a", "a"]).dictionary_encode()).type
     DataType(string)
@@ -96,7 +105,19 @@ def plain(array: pa.Array) -> pa.Array:
         return array.dictionary_decode()
     if pa.types.is_fixed_size_binary(kind):
         return _variable(array)
+    if pa.types.is_map(kind):
+        return _never_null(array)
     return array
+
+
+def _never_null(maps: pa.MapArray) -> pa.MapArray:
+    """No headers are an empty map: of null maps, Spark counts all so far for each row it passes on."""
+    if not maps.null_count:
+        return maps
+    lengths = np.diff(maps.offsets.to_numpy())
+    if lengths[maps.is_null().to_numpy(zero_copy_only=False)].any():
+        return pa.array([each or [] for each in maps.to_pylist()], maps.type)
+    return pa.MapArray.from_arrays(maps.offsets, maps.keys, maps.items)
 
 
 def _variable(tokens: pa.Array) -> pa.Array:

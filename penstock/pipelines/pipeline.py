@@ -28,6 +28,8 @@ class Input:
     """Types of the payload as DDL, `host STRING, score DOUBLE`: gives the columns `value` and `fault`."""
     late_after: str | None = None
     """Allowed lateness, `10m`: gives the column `late`."""
+    columns: str | None = None
+    """The columns that are used, `event_time,value`: no others are read."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ def pipeline(
     table_schema: str | None = None,
     schema: str | None = None,
     late_after: str | None = None,
+    columns: str | None = None,
     params: type[msgspec.Struct] | None = None,
     mode: Mode = "stream",
     output_mode: Literal["append", "update", "complete"] = "append",
@@ -107,7 +110,7 @@ def pipeline(
         alone = isinstance(reads, str)
         given: Mapping[str, Any] = dict.fromkeys(arguments[:1], reads) if alone else reads or {}  # type: ignore[assignment]
         inputs = {
-            argument: each if isinstance(each, Input) else Input(each, schema, late_after)
+            argument: each if isinstance(each, Input) else Input(each, schema, late_after, columns)
             for argument, each in given.items()
         }
         unknown = sorted(set(inputs) - set(arguments))

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from penstock.model.arrow import TIME
-from penstock.model.errors import OffsetExpired
+from penstock.model.errors import Corrupted, OffsetExpired
 from penstock.pipelines.columns import EVENT_COLUMNS, FAULT, LATE, VALUE, log_columns, plain
 from penstock.pipelines.failure import reading
 from penstock.pipelines.payload import Decoder
@@ -27,6 +27,8 @@ class Reading(msgspec.Struct, frozen=True):
     url: str
     token: str | None
     columns: tuple[str, ...]
+    never_null: tuple[str, ...]
+    """Those of the columns that Spark was told hold no null, and does not look for any."""
     value_type: bytes | None
     """The struct of `value`, as an Arrow schema."""
     skip_expired: bool
@@ -63,6 +65,7 @@ class _Shaper:
 
     def __init__(self, reading: Reading, late_before_us: int | None) -> None:
         self._columns = reading.columns
+        self._never_null = frozenset(reading.never_null)
         self._decoder = None
         if reading.value_type is not None:
             fields = pa.ipc.read_schema(pa.py_buffer(reading.value_type))
@@ -85,4 +88,11 @@ class _Shaper:
                 arrays.append(pc.less(stored.column("event_time"), self._late_before))
             else:
                 arrays.append(plain(stored.column(EVENT_COLUMNS[name][2])))
-        return pa.RecordBatch.from_arrays(arrays, names=list(self._columns))
+        return pa.RecordBatch.from_arrays(
+            arrays, schema=pa.schema(list(map(self._field, self._columns, arrays)))
+        )
+
+    def _field(self, name: str, array: pa.Array) -> pa.Field:
+        if name in self._never_null and array.null_count:
+            raise Corrupted(f"column {name!r} of the log has {array.null_count} nulls in a batch")
+        return pa.field(name, array.type, nullable=name not in self._never_null)

@@ -141,6 +141,8 @@ def _read(
     options = {"url": route.url, "topics": route.topics or source.topics, **route.options}
     if source.schema is not None:
         options["schema"] = source.schema
+    if source.columns is not None:
+        options["columns"] = source.columns
     if source.late_after is not None and streaming:
         options["lateAfter"] = source.late_after
     if route.token is not None:
@@ -193,9 +195,11 @@ def _both(made: Pipeline, route: Route) -> Callable[[DataFrame, int], None]:
         assert query is not None
         assert made.table is not None
         assert route.warehouse is not None
-        batch.persist()
+        publishes = TOPIC in batch.columns or made.writes is not None
+        if publishes:
+            batch.persist()  # read and computed once for both
         try:
-            if TOPIC in batch.columns or made.writes is not None:
+            if publishes:
                 options = _sink_options(batch, made, route) | {
                     "queryId": query,
                     "batchId": str(number),
@@ -205,7 +209,8 @@ def _both(made: Pipeline, route: Route) -> Callable[[DataFrame, int], None]:
             rows = as_table_rows(batch, made)
             write_batch(rows, route.warehouse, made.table, query=query, batch=number)
         finally:
-            batch.unpersist()
+            if publishes:
+                batch.unpersist()
 
     return write
 

@@ -88,7 +88,8 @@ def _reading(options: SourceOptions, schema: StructType) -> Reading:
         assert isinstance(fields, StructType)
         value_type = to_arrow_schema(fields, timezone="UTC").serialize().to_pybytes()
     skip = options.on_expired == "skip"
-    return Reading(options.url, options.token, tuple(schema.names), value_type, skip)
+    never_null = tuple(each.name for each in schema if not each.nullable)
+    return Reading(options.url, options.token, tuple(schema.names), never_null, value_type, skip)
 
 
 class _Reader:

@@ -108,6 +108,9 @@ class SimFile:
         self._need()
         return self._inode.pages.length
 
+    def rest(self, offset: int, size: int) -> None:
+        """What is in memory stays there."""
+
     def written(self, start: int) -> Sequence[tuple[int, int]]:
         return [(start, self.size())]
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+
+import penstock
+from penstock.pipelines.builtin.evidence import TENANTS, Sample
+from penstock.pipelines.builtin.stock import Balance, take_stock
+from penstock.testing.broker_process import BrokerProcess
+from penstock.testing.spark_cluster import SparkCluster
 
 DRIVER = """
 import os, sys, time
@@ -84,3 +93,51 @@ def test_a_job_runs_on_two_workers_that_die_with_the_driver(tmp_path: Path) -> N
         driver.wait()
         for stream in (driver.stdin, driver.stdout, driver.stderr):
             stream.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_risk_tags_is_the_same_command_on_a_cluster_for_a_folder_and_a_broker(tmp_path: Path) -> None:  # fmt: skip
+    """S1, S5, S7: executors of two workers read the source and write the sink; books balance."""
+    folder = tmp_path / "data"
+    made = _publish_evidence(folder)
+    with SparkCluster(worker_memory="600m") as cluster:
+        assert cluster.alive_workers() == 2
+        _run_risk_tags(str(folder), cluster.url, tmp_path)
+        _check_books(str(folder), made)
+        with BrokerProcess(tmp_path / "served") as broker:
+            made = _publish_evidence(broker.url())
+            _run_risk_tags(broker.url(), cluster.url, tmp_path / "of-the-broker")
+            _check_books(broker.url(), made)
+
+
+def _publish_evidence(url: str | Path) -> dict[str, int]:
+    sample, sent = Sample(seed=3), Counter[str]()
+    with penstock.connect_sync(url) as bus:
+        for tenant in TENANTS:
+            for each in sample.make(tenant, 400, time.time_ns() // 1_000):
+                bus.publish_many(each.topic, each.payloads, keys=each.keys, event_times=[
+                    datetime.fromtimestamp(at / 1e6, UTC) for at in each.event_times
+                ])  # fmt: skip
+                sent[tenant] += len(each.payloads)
+    return sent
+
+
+def _run_risk_tags(url: str, master: str, place: Path) -> None:
+    words = [sys.executable, "-m", "penstock.cli", "--url", url, "pipeline", "run", "risk-tags"]
+    more = ["--once", "--master", master, "--conf", "spark.executor.memory=512m"]
+    more += ["--state", str(place / "state"), "--warehouse", str(place / "lake")]
+    done = subprocess.run([*words, *more], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def _check_books(url: str, sent: dict[str, int]) -> None:
+    async def books() -> dict[str, Balance]:
+        async with penstock.connect(url) as bus:
+            return await take_stock(bus, TENANTS)
+
+    for tenant, found in asyncio.run(books()).items():
+        assert found.balanced, (tenant, found)
+        assert found.events == sent[tenant] > found.out > 0
+        assert found.bad > 0
+        assert found.duplicates > 0

@@ -16,6 +16,8 @@ import pytest
 import penstock
 from penstock.log.disk import RealDisk
 from penstock.log.manifest import Manifest
+from penstock.pipelines.pipeline import Input, Pipeline
+from penstock.pipelines.run import Route, run_batch
 from penstock.testing.broker_process import BrokerProcess
 
 MANY = 3_000
@@ -83,10 +85,33 @@ def test_every_event_is_one_row_with_everything_it_has(spark, url) -> None:
     row = frame.filter("topic = 'orders.made.v1.globex' AND offset = 0").first()
     assert (row.tenant, bytes(row.payload), row.headers) == ("globex", b'{"n":7}', {"trace": "t1"})
     assert row.key is None
+    assert frame.filter("offset = 0 AND topic = 'plain'").first().headers == {}
     assert len(row.id) == 16
     assert abs((datetime.now() - row.append_time).days) < 1
     years = [each.event_time.year for each in frame.filter("topic = 'plain'").collect()]
     assert sorted(years) == [1970, 2199]
+
+
+def test_columns_that_are_never_null_say_so_and_others_cannot(spark, url) -> None:
+    """S1: Spark does not look for nulls where there are none; a schema that forbids real ones is refused."""
+    frame = read(
+        spark, url, "orders.#", schema="n BIGINT", columns="offset,key,headers,value,fault"
+    )
+    assert {each.name: each.nullable for each in frame.schema} == {
+        "offset": False, "key": True, "headers": False, "value": True, "fault": True
+    }  # fmt: skip
+    assert frame.filter("offset IS NULL").count() == 0
+    reader = spark.read.format("penstock").schema("key BINARY NOT NULL").option("url", url)
+    with pytest.raises(Exception, match="column 'key' can be null"):
+        reader.load().collect()
+
+
+def test_a_pipeline_says_which_columns_it_uses(spark, url) -> None:
+    """S3: what is not named is not read."""
+    made = Pipeline(
+        "sizes", lambda events: events, {"events": Input("orders.#", columns="offset,key")}
+    )
+    assert run_batch(made, spark, Route(url=url)).columns == ["offset", "key"]
 
 
 def test_patterns_offsets_and_times_choose_what_is_read(spark, url) -> None:
@@ -252,6 +277,43 @@ def test_events_later_than_allowed_are_marked_the_same_way_in_every_repetition(
         query.awaitTermination()
     # Watermarks: none, 12:20, 12:30.
     assert found == [[False] * 3, [True, True, False, False], [True, False]]
+
+
+def test_a_broker_that_is_killed_and_comes_back_stops_no_query(spark, tmp_path) -> None:
+    """S1, S2: source and sink wait for it; every event is copied once."""
+    with BrokerProcess(tmp_path / "data") as broker:
+        url = broker.url()
+
+        def publish(*numbers: int) -> None:
+            with penstock.connect_sync(url) as bus:
+                bus.publish_many("in.numbers", [str(number).encode() for number in numbers])
+
+        def copied() -> Counter[bytes]:
+            with penstock.connect_sync(url) as bus:
+                return Counter(event.payload for event in bus.replay("out.#"))
+
+        def arrived(count: int) -> bool:
+            end = time.monotonic() + 120
+            while copied().total() < count and time.monotonic() < end and query.isActive:
+                time.sleep(0.2)
+            return copied() == Counter(str(number).encode() for number in range(count))
+
+        publish(*range(50))
+        query = (
+            stream(spark, url, "in.#", maxEventsPerTrigger="7").select("payload")
+            .writeStream.format("penstock").options(url=url, topic="out.copy")
+            .option("checkpointLocation", str(tmp_path / "cp")).start()
+        )  # fmt: skip
+        try:
+            assert arrived(50), query.exception()
+            for turn in range(1, 4):
+                publish(*range(50 * turn, 50 * turn + 50))
+                broker.kill()
+                time.sleep(turn)
+                broker.start()
+                assert arrived(50 * turn + 50), query.exception()
+        finally:
+            query.stop()
 
 
 def test_a_checkpoint_of_another_bus_is_refused(spark, tmp_path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import zlib
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,7 +18,6 @@ from penstock.testing.sim_disk import SimDisk
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 
 @pytest.fixture(params=["real", "memory", "simulated"])
@@ -298,6 +299,37 @@ def test_any_sequence_of_writes_gives_the_same_bytes(
         getattr(model, name)(*arguments)
         assert file.size() == len(model.data)
     assert bytes(file.read(0, len(model.data) + 1)) == model.data
+    file.close()
+
+
+def test_a_part_that_rests_is_read_again_as_it_was(make_disk: Callable[[], Disk]) -> None:
+    disk = make_disk()
+    file = disk.open("f", create=True)
+    data = bytes(range(256)) * 256
+    file.append([data])
+    view = file.read(0, len(data))
+    assert bytes(view) == data
+    for offset, size in ((0, len(data)), (1, 5_000), (100, 10), (60_000, 10_000)):
+        file.rest(offset, size)
+    assert bytes(view) == data
+    assert bytes(file.read(4_000, 300)) == data[4_000:4_300]
+    file.close()
+
+
+def test_memory_of_a_resting_part_is_given_back(tmp_path: Path) -> None:
+    disk = RealDisk(tmp_path)
+    file = disk.open("f", create=True)
+    size = 32 << 20
+    file.append([bytes(size)])
+
+    def mapped() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(each.split()[1]) for each in lines if each.startswith("RssFile")) << 10
+
+    zlib.crc32(file.read(0, size))
+    before = mapped()
+    file.rest(0, size)
+    assert mapped() < before - size // 2
     file.close()
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pyspark.sql import functions as sql
-
 from penstock.pipelines.pipeline import pipeline
 
 if TYPE_CHECKING:
@@ -21,6 +19,4 @@ def topic_to_table(events: DataFrame) -> DataFrame:
     `topic` is called `source_topic` in the table: a result row's `topic` is where it is to be
     published, and these are not to be published again.
     """
-    kept = events.withColumnRenamed("topic", "source_topic")
-    # The table is cut by tenant and day, so the day is there to be cut by.
-    return kept.withColumn("day", sql.to_date("append_time"))
+    return events.withColumnRenamed("topic", "source_topic")

@@ -33,7 +33,7 @@ class Params(msgspec.Struct, forbid_unknown_fields=True):
     """By tenant; `*` is for all others."""
 
 
-@pipeline("usage", reads="#", writes=TOPIC, params=Params)
+@pipeline("usage", reads="#", writes=TOPIC, params=Params, columns="topic,tenant,append_time,key,payload")  # fmt: skip
 def usage(events: DataFrame, params: Params) -> DataFrame:
     """Events and bytes by tenant and hour of appending, and how much of the quota they are.
 

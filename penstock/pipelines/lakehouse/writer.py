@@ -22,6 +22,7 @@ from penstock.pipelines.failpoint import failpoint
 from penstock.pipelines.lakehouse.evolution import AUTOMATIC, Step, adapt
 from penstock.pipelines.lakehouse.files import write_rows
 from penstock.pipelines.lakehouse.fit import FAULT, REJECTED
+from penstock.pipelines.lakehouse.maps import maps_as_text, text_as_maps
 from penstock.pipelines.lakehouse.table import (
     REJECTED_SUFFIX,
     Cut,
@@ -145,12 +146,13 @@ def _columns(frame: DataFrame, table: str) -> pa.Schema:
 def _run_tasks(
     frame: DataFrame, layouts: tuple[Layout, Layout], properties: dict[str, str]
 ) -> list[WrittenFile]:
-    rows = frame.mapInArrow(_task(layouts, properties), FILE_COLUMNS).collect()
+    frame, maps = maps_as_text(frame)
+    rows = frame.mapInArrow(_task(layouts, properties, maps), FILE_COLUMNS).collect()
     return [WrittenFile(*row) for row in rows]
 
 
 def _task(
-    layouts: tuple[Layout, Layout], properties: dict[str, str]
+    layouts: tuple[Layout, Layout], properties: dict[str, str], maps: Collection[str]
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         from pyspark import TaskContext
@@ -158,7 +160,8 @@ def _task(
         context: Any = TaskContext.get()
         # Spark runs a task again, or twice at a time, under another attempt number.
         task = f"{context.partitionId():05d}-{context.taskAttemptId()}"
-        files = [msgspec.structs.asdict(f) for f in write_rows(batches, *layouts, task, properties)]
+        rows = (text_as_maps(each, maps) for each in batches)
+        files = [msgspec.structs.asdict(f) for f in write_rows(rows, *layouts, task, properties)]
         yield pa.RecordBatch.from_pylist(files, schema=_FILES)
 
     return write
