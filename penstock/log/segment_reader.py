@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 # Decoded row groups kept when the engine brings no cache of its own: two of the largest.
 CACHE_BYTES = 64 * 1024 * 1024
+PIECE_BYTES = 16 * 1024 * 1024  # of a row group that is scanned, at a time
 MAX_END = 2**31 - 1  # what an Arrow offset can say
 
 
@@ -129,24 +130,31 @@ class SegmentReader:
             if start > stop:
                 continue
             for index, begin, end in self._rows(each, start, stop):
-                rows = self._some_columns(index, columns).slice(begin, end - begin)
-                self._rest(index)  # a scan goes through gigabytes, and decoded all it needs of this
-                yield start, rows
-                start += end - begin
+                at = 0
+                for rows in self._some_columns(index, columns):
+                    first_row, behind = max(begin, at), min(end, at + rows.num_rows)
+                    if first_row < behind:
+                        yield start, rows.slice(first_row - at, behind - first_row)
+                        start += behind - first_row
+                    at += rows.num_rows
+                self._rest(index)  # a scan goes through gigabytes, and has decoded all of this
 
-    def _some_columns(self, index: int, columns: Sequence[str]) -> pa.RecordBatch:
+    def _some_columns(self, index: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """Columns of a row group, in pieces where it is large: nobody needs all of it at once."""
         parquet = self._open(verify=True)
         self._check_span(index)
+        count = self.info.spans[index].rows
+        if not columns:
+            yield pa.RecordBatch.from_struct_array(pa.array([{}] * count, pa.struct([])))
+            return
+        pieces = -(-parquet.metadata.row_group(index).total_byte_size // PIECE_BYTES)
+        batches = parquet.iter_batches(
+            -(-count // max(1, pieces)), [index], columns=list(columns), use_threads=False
+        )
         try:
-            table = parquet.read_row_group(index, columns=list(columns), use_threads=False)
-            if not columns:
-                return pa.RecordBatch.from_struct_array(
-                    pa.array([{}] * self.info.spans[index].rows, pa.struct([]))
-                )
-            (rows,) = table.combine_chunks().to_batches()
+            yield from batches
         except (pa.ArrowException, OSError, ValueError) as error:
             raise self._damaged(f"row group {index} cannot be decoded: {error}", index) from error
-        return rows
 
     def batches(self) -> Iterator[EventBatch]:
         """Every event, in the order of the file, as batches of at most a row group."""

@@ -126,6 +126,7 @@ def _publish_evidence(url: str | Path) -> dict[str, int]:
 def _run_risk_tags(url: str, master: str, place: Path) -> None:
     words = [sys.executable, "-m", "penstock.cli", "--url", url, "pipeline", "run", "risk-tags"]
     more = ["--once", "--master", master, "--conf", "spark.executor.memory=512m"]
+    more += ["--conf", "spark.sql.shuffle.partitions=2"]  # Spark's 200 are for larger clusters
     more += ["--state", str(place / "state"), "--warehouse", str(place / "lake")]
     done = subprocess.run([*words, *more], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

@@ -29,6 +29,7 @@ TOPICS = tuple(
 BATCH_EVENTS = 50_000
 JOURNAL_FILE_BYTES = 128 * MIB
 SEAL_TIMEOUT_S = 600.0
+TWIN_FILES = 12  # what the source's own default makes of six million events
 FIRST_US = 1_700_000_000_000_000
 APART_US = 1_000  # event times go on for 100 minutes in six million events
 
@@ -78,7 +79,8 @@ class Stage:
         place = self.folder / f"twin-{events}"
         if not place.exists():
             self._progress("copy to Parquet", 0, 1)
-            self.read(events).write.parquet(str(place))
+            each = -(-events // TWIN_FILES)
+            self.read(events, eventsPerTask=str(each)).write.parquet(str(place))
         return str(place)
 
     def rows_in_memory(self, count: int) -> DataFrame:
