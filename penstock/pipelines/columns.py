@@ -66,6 +66,7 @@ def check_schema(wanted: StructType) -> None:
         kind = each.dataType.simpleString()
         if each.name == VALUE and kind.startswith("struct<"):
             kind = "struct"
+            _check_may_be_missing(each.dataType, VALUE)
         expected = have.get(each.name, "STRUCT" if each.name == VALUE else None)
         if expected is None:
             raise InvalidInput(
@@ -82,6 +83,19 @@ def check_schema(wanted: StructType) -> None:
             )
     if FAULT in wanted.names and VALUE not in wanted.names:
         raise InvalidInput(f"`{FAULT}` says why there is no `{VALUE}`: read both columns")
+
+
+def _check_may_be_missing(kind: Any, name: str) -> None:
+    """Refuse NOT NULL inside a payload: Spark would take a missing field for a zero."""
+    for each in getattr(kind, "fields", ()):
+        if not each.nullable:
+            raise InvalidInput(
+                f"the schema says that {name}.{each.name} is never null, and any field can be missing "
+                "from a payload; leave NOT NULL out, and filter rows where it is null"
+            )
+        _check_may_be_missing(each.dataType, f"{name}.{each.name}")
+    if hasattr(kind, "elementType"):
+        _check_may_be_missing(kind.elementType, name)
 
 
 def log_columns(names: Sequence[str], *, decoded: bool, late: bool) -> list[str]:

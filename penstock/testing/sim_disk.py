@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 
     from penstock.log.disk import Bytes
 
-UNLIMITED_BYTES = (
-    1 << 40
-)  # what a disk without a set capacity says it has: more than any run writes
+UNLIMITED_BYTES = 1 << 40  # what a disk without a set capacity has: more than any run writes
 
 # Each crash draws one of these as its share of lost sectors and names: mixed dice alone would
 # hardly ever show the plain cases, in which everything or nothing survives.

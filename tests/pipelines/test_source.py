@@ -201,6 +201,15 @@ def test_what_makes_no_sense_is_refused_by_name(spark, folder, options, why) -> 
         read(spark, str(folder), **options).count()
 
 
+@pytest.mark.parametrize(
+    "schema",
+    ["n BIGINT NOT NULL", "a ARRAY<STRUCT<n: BIGINT NOT NULL>>", "s STRUCT<n: INT NOT NULL>"],
+)
+def test_a_payload_field_can_always_be_missing(spark, folder, schema) -> None:
+    with pytest.raises(Exception, match="any field can be missing"):
+        read(spark, str(folder), "orders.#", schema=schema).count()
+
+
 def test_a_schema_of_other_types_is_refused(spark, folder) -> None:
     with pytest.raises(Exception, match="column 'offset' is BIGINT"):
         spark.read.format("penstock").schema("offset STRING").load(str(folder)).count()

@@ -1,0 +1,58 @@
+"""`penstock table`: topics become tables by their files, from the command line (S4, Q16)."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+import penstock
+from penstock.cli.app import run
+
+EVENTS = 3_000
+SMALL = {"journal__file_bytes": 1 << 20, "sealing__process": False, "sealing__grace_s": 0.0}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    with penstock.connect_sync(tmp_path / "data", **SMALL) as bus:
+        for _ in range(EVENTS // 500):
+            bus.publish_many("orders.made.v1.acme", [os.urandom(1_000) for _ in range(500)])
+        bus._thread.wait(bus._target.engine.housekeeper.settle())
+    return tmp_path / "data"
+
+
+def test_sealed_events_are_rows_of_the_table_and_a_second_run_adds_none(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lake = str(folder.parent / "lake")
+    words = ["--url", str(folder), "--json", "table"]
+    assert run([*words, "sync", "orders.#", "--warehouse", lake]) == 0
+    first = json.loads(capsys.readouterr().out)
+    rows = first["rows_joined"] + first["rows_copied"]
+    assert 0 < rows <= EVENTS
+    assert first["tables"] == 1
+    assert run([*words, "sync", "--warehouse", lake]) == 0
+    assert json.loads(capsys.readouterr().out)["snapshots"] == 0
+    assert run([*words, "files", "orders.made.v1", "--warehouse", lake]) == 0
+    files = [json.loads(line)["file"] for line in capsys.readouterr().out.splitlines()]
+    assert sum(pq.read_metadata(each).num_rows for each in files) == rows
+    assert any(str(folder) in each for each in files), "a segment joined as it is"
+
+
+@pytest.mark.parametrize(
+    ("url", "more", "why"),
+    [
+        ("data", ["files", "nope"], "there is no table 'nope'"),
+        ("nowhere", ["sync"], "no Penstock folder"),
+        ("penstock://127.0.0.1:1", ["sync"], "is no folder"),
+        ("data", ["sync", "a..b"], "a..b"),
+    ],
+)
+def test_what_cannot_be_done_is_said(url, more, why, folder, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(folder.parent)
+    assert run(["--url", url, "table", *more, "--warehouse", "lake"]) != 0
+    assert why in capsys.readouterr().err
