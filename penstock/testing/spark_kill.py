@@ -3,7 +3,8 @@
 A child copies events with a pipeline, onto a bus and into a table, and dies at a failpoint: the
 driver, its Java and its workers at once. A second child goes on from the checkpoint. Then every
 event must be there once. `python -m penstock.testing.spark_kill --rounds 20` does it 20 times for
-each stage.
+each stage; with `--broker` results go through a broker, which is a transaction for each task and
+not one for each batch.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 import penstock
+from penstock.pipelines.connection import is_broker
+from penstock.testing.broker_process import BrokerProcess
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -38,12 +42,20 @@ CHILD_S = 300.0
 
 
 def spark_kill_rounds(
-    stages: tuple[str, ...], rounds: int, *, seed: int = 1, tell: Callable[[str], None] = print
+    stages: tuple[str, ...],
+    rounds: int,
+    *,
+    seed: int = 1,
+    broker: bool = False,
+    tell: Callable[[str], None] = print,
 ) -> int:
     """Kill a driver so many times at each stage; 0 when nothing was lost or doubled."""
     rng, problems, began = random.Random(seed), 0, time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="penstock-spark-kill-") as folder:
-        world = _World(Path(folder))
+    with (
+        tempfile.TemporaryDirectory(prefix="penstock-spark-kill-") as folder,
+        _target(Path(folder), broker) as url,
+    ):
+        world = _World(Path(folder), url)
         for stage in stages:
             for number in range(1, rounds + 1):
                 found = world.round(stage, rng.randint(1, 2))
@@ -58,12 +70,23 @@ def spark_kill_rounds(
     return int(bool(problems))
 
 
-class _World:
-    """A source folder, a target folder, a table and a checkpoint that outlive all drivers."""
+@contextmanager
+def _target(folder: Path, broker: bool) -> Iterator[str]:
+    """Where results go: a folder, or a broker on it."""
+    if not broker:
+        yield str(folder / "target")
+        return
+    with BrokerProcess(folder / "target") as running:
+        yield running.url()
 
-    def __init__(self, folder: Path) -> None:
+
+class _World:
+    """A source folder, a target bus, a table and a checkpoint that outlive all drivers."""
+
+    def __init__(self, folder: Path, target: str) -> None:
         self.sent = 0
         self._folder = folder
+        self._target = target
 
     def round(self, stage: str, nth: int) -> list[str]:
         """New events, a driver that dies at the stage, another that goes on; what is wrong then."""
@@ -82,7 +105,7 @@ class _World:
         return [*self._compare("bus", self._on_the_bus()), *self._compare("table", self._in_the_table())]  # fmt: skip
 
     def _child(self, more: dict[str, str]) -> int:
-        words = [sys.executable, "-m", __name__, "--child", str(self._folder)]
+        words = [sys.executable, "-m", __name__, "--child", str(self._folder), "--to", self._target]
         # Of a group of its own: what outlives the driver is ended with it.
         child = subprocess.Popen(words, env={**os.environ, **more}, start_new_session=True)
         try:
@@ -93,7 +116,8 @@ class _World:
             time.sleep(0.2)
 
     def _on_the_bus(self) -> Counter[int]:
-        with penstock.connect_sync(f"{self._folder / 'target'}?mode=ro") as bus:
+        url = self._target if is_broker(self._target) else f"{self._target}?mode=ro"
+        with penstock.connect_sync(url) as bus:
             return Counter(
                 msgspec.json.decode(event.payload)["n"] for event in bus.replay("copy.numbers")
             )
@@ -132,7 +156,7 @@ def _copy(events: DataFrame) -> DataFrame:
     return events.selectExpr("value.n AS n", "event_time")
 
 
-def _drive(folder: Path) -> None:
+def _drive(folder: Path, target: str) -> None:
     os.environ["FAILPOINT_ROOT"] = str(os.getpid())
     from penstock.pipelines.lakehouse.warehouse import Warehouse
     from penstock.pipelines.pipeline import Input, Pipeline
@@ -146,7 +170,7 @@ def _drive(folder: Path) -> None:
     spark = spark_session(master="local[2]", name="kills")
     with Warehouse(folder / "warehouse") as warehouse:
         route = Route(
-            url=str(folder / "source"), to=str(folder / "target"), warehouse=warehouse,
+            url=str(folder / "source"), to=target, warehouse=warehouse,
             options={"maxEventsPerTrigger": str(PER_BATCH), "eventsPerTask": "10"},
         )  # fmt: skip
         query = start(made, spark, route, checkpoint=folder / "checkpoint", once=True)
@@ -160,13 +184,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="kills at each stage")
     parser.add_argument("--stage", choices=STAGES, action="append", help="only this one")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--broker", action="store_true", help="results go through a broker")
     parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--to", help=argparse.SUPPRESS)
     chosen: Any = parser.parse_args()
     if chosen.child:
-        _drive(Path(chosen.child))
+        _drive(Path(chosen.child), chosen.to)
         return
     stages = tuple(chosen.stage or STAGES)
-    sys.exit(spark_kill_rounds(stages, chosen.rounds, seed=chosen.seed))
+    sys.exit(spark_kill_rounds(stages, chosen.rounds, seed=chosen.seed, broker=chosen.broker))
 
 
 if __name__ == "__main__":

@@ -33,3 +33,10 @@ def test_a_driver_killed_before_its_commit_loses_and_doubles_nothing() -> None:
     told: list[str] = []
     assert spark_kill_rounds(("sink.before-commit",), 1, tell=told.append) == 0, told
     assert told[0].startswith("sink.before-commit: 1 kills, 60 events, 0 findings")
+
+
+def test_a_driver_killed_between_two_tasks_of_a_broker_loses_and_doubles_nothing() -> None:
+    """S2: some tasks of the batch were published by then; the repetition adds the others only."""
+    told: list[str] = []
+    assert spark_kill_rounds(("sink.task-done",), 1, broker=True, tell=told.append) == 0, told
+    assert told[0].startswith("sink.task-done: 1 kills, 60 events, 0 findings")
