@@ -28,6 +28,7 @@ from penstock.core.lease import (
     Run,
     cut,
 )
+from penstock.core.ledger import AT_ONCE_MS
 
 # Largest run under one lease: big enough that leases are rare, small enough to share among members.
 MAX_LEASE_EVENTS = 1_024
@@ -195,8 +196,10 @@ class QueueGroup:
             index = offset - lease.start
             if lease.lane is lane and 0 <= index < lease.count and lease.states[index] == OUT:
                 self._close(lease, index, REJECTED)
-        self._retries = [item for item in self._retries if not item[2].holds(lane, offset)]
-        heapq.heapify(self._retries)
+        waiting, self._retries = self._retries, []
+        for due, _, run in sorted(waiting, key=lambda item: item[:2]):
+            for part in run.without(lane, offset):  # after a restart it may be one of several
+                self._wait(part, due)
         self._ready = deque(part for run in self._ready for part in run.without(lane, offset))
         self._unseen = deque(part for run in self._unseen for part in run.without(lane, offset))
         self._priorities.withdraw(lane, offset)
@@ -442,12 +445,15 @@ class QueueGroup:
 
     def _again(self, run: Run, now: float, delay_s: float) -> None:
         lane = run.lane
+        delay_ms = max(AT_ONCE_MS, round(delay_s * 1_000))
         self._entries.append(
-            Retried(self.name, lane.topic, lane.partition, run.start, run.count, run.made,
-                    round(delay_s * 1_000))
-        )  # fmt: skip
+            Retried(self.name, lane.topic, lane.partition, run.start, run.count, run.made, delay_ms)
+        )
+        self._wait(run, now + delay_s)
+
+    def _wait(self, run: Run, due: float) -> None:
         self._retry_number += 1
-        heapq.heappush(self._retries, (now + delay_s, self._retry_number, run))
+        heapq.heappush(self._retries, (due, self._retry_number, run))
 
     def _doom(self, lane: Lane, offset: int, attempts: int, reason: str) -> None:
         self._dying[lane, offset] = attempts

@@ -11,6 +11,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from typing import NamedTuple
 
+AT_ONCE_MS = 1
+"""The delay of an event that comes again at once: 0 is that of one which somebody holds."""
+
 
 class Open(NamedTuple):
     """A run of unsettled events with the same history."""

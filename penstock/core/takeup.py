@@ -11,7 +11,7 @@ import heapq
 
 from penstock.core.delivery import MAX_LEASE_EVENTS, QueueGroup
 from penstock.core.lease import OUT, RETURNED, Lane, Lease, Member, Run
-from penstock.core.ledger import Ledger
+from penstock.core.ledger import AT_ONCE_MS, Ledger
 
 
 def ledgers(group: QueueGroup, now: float) -> dict[tuple[str, int], Ledger]:
@@ -51,10 +51,8 @@ def restore(
         again = Run(lane, run.start, run.stop - run.start, run.made)
         if group._gate is not None:
             group._unseen.append(again)  # in offset order, so that keys keep theirs
-        elif run.delay_ms:
-            group._retry_number += 1
-            due = now + run.delay_ms / 1_000
-            heapq.heappush(group._retries, (due, group._retry_number, again))
+        elif run.delay_ms > AT_ONCE_MS:
+            group._wait(again, now + run.delay_ms / 1_000)
         else:
             group._ready.append(again)
     return lane

@@ -194,6 +194,30 @@ async def test_leases_survive_a_broker_that_was_killed(broker: BrokerProcess) ->
                 assert await lag(bus, "g") == 0
 
 
+async def test_what_was_returned_waits_for_nobody_after_a_restart(broker: BrokerProcess) -> None:
+    """T4: only what somebody held is kept for him, and somebody else's session is no reason."""
+    bus = penstock.connect(broker.url())
+    await bus.open()
+    async with penstock.connect(broker.url()) as other, other.subscribe("else.#", group="other"):
+        await bus.publish_many("orders.a", [b"0", b"1", b"2"])
+        async with bus.subscribe("orders.a", group="g", max_inflight=2) as sub:
+            await sub.get(timeout_s=DEADLINE_S)
+        await bus.close()
+        await asyncio.to_thread(broker.stop)
+        await asyncio.to_thread(broker.start)  # keeps sessions for 30 s
+        began = time.monotonic()
+        async with (
+            penstock.connect(broker.url()) as again,
+            again.subscribe("orders.a", group="g") as sub,
+        ):
+            back = {}
+            for event in await take(sub, 3):
+                back[event.payload] = event.attempt
+                await event.ack()
+    assert back == {b"0": 2, b"1": 1, b"2": 1}
+    assert time.monotonic() - began < DEADLINE_S / 2
+
+
 async def test_what_a_dead_consumer_held_goes_to_another_after_its_session(
     broker: BrokerProcess, cable: Cable
 ) -> None:

@@ -206,9 +206,9 @@ def test_who_leaves_returns_what_it_held_and_only_what_it_saw_counts() -> None:
     machine.leave("worker", 1.0)
     retried = [each for each in machine.drain() if isinstance(each, Retried)]
     assert [(each.start, each.made, each.delay_ms) for each in retried] == [
-        (0, 1, 0),
-        (1, 0, 0),
-        (2, 0, 0),
+        (0, 1, 1),
+        (1, 0, 1),
+        (2, 0, 1),
     ]
     machine.join("next", 3)
     attempts = {lease.start: lease.attempt for lease in machine.dispatch(1.0)}
@@ -372,6 +372,36 @@ def test_a_restored_wait_goes_on() -> None:
     machine.join("worker", 1)
     assert machine.dispatch(100.6) == []
     assert machine.dispatch(100.7)[0].attempt == 3
+
+
+def test_an_event_that_is_withdrawn_leaves_those_that_waited_with_it() -> None:
+    """T5: after a restart neighbours of one history wait together; one of them is settled by hand."""
+    ledger = Ledger(0)
+    ledger.retried(0, 4, made=1, delay_ms=700)
+    machine = QueueGroup("billing", GroupSpec(patterns=("orders",)))
+    lane = restore(machine, "orders", 0, ledger, 4, 0.0)
+    machine.withdraw(lane, 1)
+    assert machine.outstanding() == 3
+    machine.join("worker", 10)
+    assert machine.dispatch(0.6) == []
+    offsets = [lease.start + at for lease in machine.dispatch(0.7) for at in range(lease.count)]
+    assert sorted(offsets) == [0, 2, 3]
+
+
+def test_what_was_returned_is_not_kept_for_who_held_it() -> None:
+    """T4: a restart waits for holders, and he who left is none."""
+    machine = group(2, credit=2)
+    (lease,) = machine.dispatch(0.0)
+    lease.hand(0, 30.0)
+    machine.leave("worker", 1.0)
+    ledger = Ledger(0)
+    for entry in machine.drain():
+        if isinstance(entry, Retried):
+            ledger.retried(entry.start, entry.count, entry.made, entry.delay_ms)
+    again = QueueGroup("billing", machine.spec)
+    restore(again, "orders", 0, ledger, 2, 0.0, hold_s=30.0)
+    again.join("next", 2)
+    assert {each.start: each.attempt for each in again.dispatch(0.0)} == {0: 2, 1: 1}
 
 
 def test_acks_of_one_turn_are_one_entry() -> None:
