@@ -14,8 +14,20 @@ from collections.abc import Callable, Iterable, Sequence
 from penstock.core.entry import FIRST_FENCE, Acked, Entry, GroupSpec, Leased, Retried
 from penstock.core.holdback import MAX_HELD_EVENTS, PRIORITY_WINDOW_EVENTS, KeyGate, Priorities
 from penstock.core.lease import (
-    ACKED, EXPIRED, FENCED, NACKED, OUT, REJECTED, RETURNED, Doomed, Lane, Lease, Member, Run, cut,
-)  # fmt: skip
+    ACKED,
+    EXPIRED,
+    FENCED,
+    NACKED,
+    OUT,
+    REJECTED,
+    RETURNED,
+    Doomed,
+    Lane,
+    Lease,
+    Member,
+    Run,
+    cut,
+)
 from penstock.core.ledger import AT_ONCE_MS
 
 # Largest run under one lease: big enough that leases are rare, small enough to share among members.
