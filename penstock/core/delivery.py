@@ -190,63 +190,6 @@ class QueueGroup:
         if self._dying.pop((lane, offset), None) is not None:
             self._settled(lane, offset)
 
-    def withdraw(self, lane: Lane, offset: int) -> None:
-        """An event is settled by an operator: whoever holds it may no longer settle it."""
-        for lease in list(self.leases.values()):
-            index = offset - lease.start
-            if lease.lane is lane and 0 <= index < lease.count and lease.states[index] == OUT:
-                self._close(lease, index, REJECTED)
-        waiting, self._retries = self._retries, []
-        for due, _, run in sorted(waiting, key=lambda item: item[:2]):
-            for part in run.without(lane, offset):  # after a restart it may be one of several
-                self._wait(part, due)
-        self._ready = deque(part for run in self._ready for part in run.without(lane, offset))
-        self._unseen = deque(part for run in self._unseen for part in run.without(lane, offset))
-        self._priorities.withdraw(lane, offset)
-        self._dying.pop((lane, offset), None)
-        self.doomed = [each for each in self.doomed if (each.lane, each.offset) != (lane, offset)]
-        if self.starved is not None and self.starved.holds(lane, offset):
-            self._unseen.extendleft(reversed(self.starved.without(lane, offset)))
-            self.starved = None
-        if self._gate is None or not self._gate.withdraw(lane, offset):
-            self._settled(lane, offset)
-
-    def again(self, lane: Lane, offset: int, now: float) -> None:
-        """A dead letter comes back with a fresh budget."""
-        if offset >= lane.cursor or any(run.holds(lane, offset) for run in self.unsettled()):
-            return  # a reset has brought it back already
-        run = Run(lane, offset, 1, 0)
-        if self._gate is None:
-            self._again(run, now, 0.0)
-            return
-        # Its key was let go when it was buried: it waits for its turn like any other.
-        self._entries.append(Retried(self.name, lane.topic, lane.partition, offset, 1, 0, 0))
-        self._unseen.append(run)
-
-    def reset(self, lane: Lane, offset: int) -> None:
-        """Read a lane from elsewhere; everything held of it is void."""
-        for lease in [lease for lease in self.leases.values() if lease.lane is lane]:
-            for index in range(lease.count):
-                if lease.states[index] == OUT:
-                    self._close(lease, index, FENCED)
-            self._dirty.pop(lease.fence, None)
-        self._retries = [item for item in self._retries if item[2].lane is not lane]
-        heapq.heapify(self._retries)
-        self._ready = deque(run for run in self._ready if run.lane is not lane)
-        self._unseen = deque(run for run in self._unseen if run.lane is not lane)
-        self._dying = {place: made for place, made in self._dying.items() if place[0] is not lane}
-        self.doomed = [doomed for doomed in self.doomed if doomed.lane is not lane]
-        if self.starved is not None and self.starved.lane is lane:
-            self.starved = None
-        self._priorities.forget(lane)
-        if self._gate is not None:
-            self._gate.forget(lane)
-        lane.cursor = offset
-        if lane.queued and lane.cursor >= lane.end:
-            self._work.remove(lane)
-            lane.queued = False
-        self._queue(lane)
-
     # -- what goes out -------------------------------------------------------------------------
 
     def dispatch(self, now: float) -> list[Lease]:

@@ -9,6 +9,7 @@ import msgspec
 from penstock.core.admission import Waiting
 from penstock.core.delivery import QueueGroup
 from penstock.core.entry import FIRST_FENCE, Entry, GroupGone, GroupPut, GroupSpec, LaneSet
+from penstock.core.intervention import reset
 from penstock.core.routing import RouteTree
 from penstock.core.state import GroupState, Place
 from penstock.core.takeup import restore
@@ -297,7 +298,7 @@ class Groups:
                     log.state.cursors[place] = offset
                     log.reset(place, offset)
                 elif machine is not None:
-                    machine.reset(machine.lanes[place], offset)
+                    reset(machine, machine.lanes[place], offset)
             return [*written, *extra]
 
         await self._engine.intake.submit([], when_taken=entries)

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from penstock.core.delivery import MAX_LEASE_EVENTS, QueueGroup
 from penstock.core.entry import Acked, GroupSpec, Leased, Retried
+from penstock.core.intervention import reset, revive, withdraw
 from penstock.core.lease import OUT, STATES, Lease
 from penstock.core.ledger import Ledger
 from penstock.core.retry import Retry
@@ -126,7 +127,7 @@ def test_a_burial_from_before_a_reset_does_not_let_the_key_go_on() -> None:
     machine.peek_keys = lambda lane, start, count: [b"k"] * count
     lane = machine.lanes["orders", 0]
     machine.reject(*handed(machine, 0.0)[0], 1.0)
-    machine.reset(lane, 0)
+    reset(machine, lane, 0)
     assert offsets(handed(machine, 2.0)) == [0]
     machine.buried(lane, 0)
     assert handed(machine, 3.0) == []
@@ -223,7 +224,7 @@ def test_a_reset_fences_whoever_holds_something() -> None:
     machine.nack(*out[4], 0.0)
     lane = machine.lanes["orders", 0]
     machine.drain()
-    machine.reset(lane, 2)
+    reset(machine, lane, 2)
     with pytest.raises(Fenced):
         machine.ack(*out[3], 0.0)
     again = handed(machine, 100.0)
@@ -238,7 +239,7 @@ def test_what_an_operator_withdrew_cannot_be_settled() -> None:
     machine.nack(*out[1], 0.0)
     lane = machine.lanes["orders", 0]
     for offset in (0, 1):
-        machine.withdraw(lane, offset)
+        withdraw(machine, lane, offset)
     with pytest.raises(AlreadySettled):
         machine.ack(*out[0], 0.0)
     assert machine.members["worker"].inflight == 1
@@ -276,7 +277,7 @@ def test_a_dead_letter_lets_its_key_go_on_when_it_is_buried() -> None:
 def test_withdrawing_what_waits_for_its_key_keeps_the_order() -> None:
     machine = keyed([b"a", b"a", b"a"])
     (held,) = handed(machine, 0.0)
-    machine.withdraw(machine.lanes["orders", 0], 1)
+    withdraw(machine, machine.lanes["orders", 0], 1)
     assert handed(machine, 0.0) == [], "the key was let go while its first event is out"
     machine.ack(*held, 0.0)
     assert offsets(handed(machine, 0.0)) == [2]
@@ -290,7 +291,7 @@ def test_a_replayed_dead_letter_waits_for_its_key() -> None:
     machine.doomed.clear()
     machine.buried(lane, 0)
     (second,) = handed(machine, 0.0)
-    machine.again(lane, 0, 0.0)
+    revive(machine, lane, 0, 0.0)
     assert handed(machine, 0.0) == [], "two events of a key are out"
     machine.ack(*second, 0.0)
     (again,) = handed(machine, 0.0)
@@ -304,7 +305,7 @@ def test_withdrawing_what_waits_by_priority() -> None:
     machine.arrived(lane, 3, prioritised=True)
     (held,) = handed(machine, 0.0)
     assert held[0].start == 1
-    machine.withdraw(lane, 2)
+    withdraw(machine, lane, 2)
     machine.ack(*held, 0.0)
     assert offsets(handed(machine, 0.0)) == [0]
 
@@ -380,7 +381,7 @@ def test_an_event_that_is_withdrawn_leaves_those_that_waited_with_it() -> None:
     ledger.retried(0, 4, made=1, delay_ms=700)
     machine = QueueGroup("billing", GroupSpec(patterns=("orders",)))
     lane = restore(machine, "orders", 0, ledger, 4, 0.0)
-    machine.withdraw(lane, 1)
+    withdraw(machine, lane, 1)
     assert machine.outstanding() == 3
     machine.join("worker", 10)
     assert machine.dispatch(0.6) == []
@@ -631,7 +632,7 @@ class Delivery(RuleBasedStateMachine):
     @rule(data=st.data())
     def replay(self, data) -> None:
         offset = self._pick(data, "dead")
-        self.machine.again(self.lane, offset, self.now)
+        revive(self.machine, self.lane, offset, self.now)
         self.known[offset].made = 0
         self._waits(offset, 0.0)
 
@@ -643,7 +644,7 @@ class Delivery(RuleBasedStateMachine):
         event = self.known[offset]
         if event.state == "out":
             self.stale.append((event.lease, offset - event.lease.start))
-        self.machine.withdraw(self.lane, offset)
+        withdraw(self.machine, self.lane, offset)
         self.ledger.acked(offset, 1)
         event.state = "dead"
 
@@ -661,7 +662,7 @@ class Delivery(RuleBasedStateMachine):
             elif event.state not in ("done", "dead"):
                 event.state = "done"
         self.ledger = Ledger(to)
-        self.machine.reset(self.lane, to)
+        reset(self.machine, self.lane, to)
 
     @precondition(lambda self: self.calm > 12)
     @rule()
