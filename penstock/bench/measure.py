@@ -6,7 +6,6 @@ grows with the length of the run: latencies are thinned evenly when they fill th
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import statistics
@@ -14,6 +13,8 @@ import time
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from penstock.bench.process import cpu_s_of, forget_peak, memory_mb, parents, session_of, tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,8 +26,6 @@ MAX_LATENCIES = 1 << 17
 PROBE_WRITE_BYTES = 4096
 PROBE_MAX_WRITES = 500
 PROBE_MAX_S = 0.25
-
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +134,7 @@ class Meter:
 
     def __enter__(self) -> Meter:
         gc.collect()  # one side's garbage is not another side's time
-        reset_peak_rss()
+        forget_peak(os.getpid())
         self._before = _Usage.now(self._server_pid)
         self._start = self._clock()
         self._end = self._start + self.seconds
@@ -191,7 +190,7 @@ class Meter:
             rss_mb=self._after.rss_mb,
             mb_per_s=self.size_bytes / wall_s / 1e6 if self.size_bytes else None,
             server_cpu=(
-                max(0.0, self._after.server_cpu_s - self._before.server_cpu_s) / wall_s
+                max(0.0, self._after.servercpu_s_of - self._before.servercpu_s_of) / wall_s
                 if served
                 else None
             ),
@@ -206,29 +205,23 @@ class _Usage:
 
     cpu_s: float
     rss_mb: float
-    server_cpu_s: float
+    servercpu_s_of: float
     server_rss_mb: float
 
     @classmethod
     def now(cls, server_pid: int | None) -> _Usage:
-        parents = _parents()
-        server = _tree(server_pid, parents) if server_pid is not None else set()
-        ours = _tree(os.getpid(), parents)
+        everyone = parents()
+        server = tree(server_pid, everyone) if server_pid is not None else set()
+        ours = tree(os.getpid(), everyone)
         # Another peer's server is a child of ours too, but its work is not this side's.
-        ours -= {pid for pid in ours if os.getsid(0) != _session(pid)}
+        ours -= {pid for pid in ours if os.getsid(0) != session_of(pid)}
         ours.add(os.getpid())
         return cls(
-            cpu_s=sum(map(_cpu_s, ours)),
-            rss_mb=sum(map(_peak_rss_mb, ours)),
-            server_cpu_s=sum(map(_cpu_s, server)),
-            server_rss_mb=sum(map(_peak_rss_mb, server)),
+            cpu_s=sum(map(cpu_s_of, ours)),
+            rss_mb=sum(map(memory_mb, ours)),
+            servercpu_s_of=sum(map(cpu_s_of, server)),
+            server_rss_mb=sum(map(memory_mb, server)),
         )
-
-
-def reset_peak_rss() -> None:
-    """Make the kernel count this process's peak memory from now on, where it allows that."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
 
 
 def disk_sync_s(
@@ -254,53 +247,3 @@ def disk_sync_s(
         os.close(handle)
         path.unlink()
     return found
-
-
-def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat after the command name; empty when the process is gone."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return []
-    return text[text.rindex(")") + 2 :].split()
-
-
-def _parents() -> dict[int, int]:
-    found: dict[int, int] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit() and (stat := _stat(int(name))):
-            found[int(name)] = int(stat[1])
-    return found
-
-
-def _tree(root: int, parents: dict[int, int]) -> set[int]:
-    """A process and everything below it."""
-    found = {root}
-    grew = True
-    while grew:
-        more = {pid for pid, parent in parents.items() if parent in found} - found
-        found |= more
-        grew = bool(more)
-    return found
-
-
-def _session(pid: int) -> int:
-    stat = _stat(pid)
-    return int(stat[3]) if stat else -1
-
-
-def _cpu_s(pid: int) -> float:
-    """User and system time, with that of children already reaped: never goes back for a tree."""
-    stat = _stat(pid)
-    return sum(int(ticks) for ticks in stat[11:15]) / _TICKS_PER_S if stat else 0.0
-
-
-def _peak_rss_mb(pid: int) -> float:
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return 0.0
-    for line in status.splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) / 1024
-    return 0.0

@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.parquet as pq
 
 import penstock
+from penstock.bench.cases.workload import sealed, sealed_share
 from penstock.bench.measure import Meter, Sample, rounded
 from penstock.bench.progress import Progress, silent
-from penstock.bench.spark.case import OURS, ratio, result
+from penstock.bench.result import OURS, ratio
+from penstock.bench.spark.case import spark_result
 from penstock.model.errors import InvalidInput, MissingExtra, NotFound, PenstockError
 from penstock.model.setting import MIB
 from penstock.model.settings import Journal, Settings
@@ -46,7 +48,6 @@ MAX_EVENTS = 5_000_000
 # What an event takes in the journal, about: two and a half files, so that most of it gets sealed
 # and the rest is read from the journal, as in a bus that is in use.
 EVENT_BYTES = 230
-SEAL_TIMEOUT_S = 120.0
 # Files as Spark likes them: one for each core of a small machine.
 PARQUET_FILES = 2
 DUCKDB = "pip install duckdb"
@@ -106,7 +107,7 @@ class _Run:
     progress: Progress
     done: int = 0
     sealed_share: float = 0.0
-    samples: dict[tuple[str, str], list[Sample]] = field(default_factory=dict)
+    samples: dict[tuple[str, str], dict[int, Sample]] = field(default_factory=dict)
     digests: dict[str, tuple[int, ...]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     load_1m: float = field(default_factory=lambda: os.getloadavg()[0])
@@ -145,11 +146,8 @@ class _Run:
             )
             if sum(counts.values()) != sum(self.counts.values()):
                 raise PenstockError(f"published {counts} where {self.counts} were made")
-            engine: Any = bus.engine
-            async with asyncio.timeout(SEAL_TIMEOUT_S):
-                while engine.log.manifest.sealed_to < engine.journal.base:  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
-            self.sealed_share = engine.log.manifest.sealed_to / max(engine.journal.position, 1)
+            await sealed(bus)
+            self.sealed_share = sealed_share(bus)
 
     # -- running -----------------------------------------------------------------------------------
 
@@ -192,9 +190,8 @@ class _Run:
                 )
             sample = meter.sample()
             per_core = sample.per_s / max(sample.cpu, 1e-9)
-            self.samples.setdefault((query.name, side), []).append(
-                meter.sample(per_s_core=per_core, rows=found[0])
-            )
+            turns = self.samples.setdefault((query.name, side), {})
+            turns[number] = meter.sample(per_s_core=per_core, rows=found[0])
 
     def _tell(self, text: str, count: int) -> None:
         self.progress(text, self.done, count * len(SIDES) * (self.rounds + 1))
@@ -221,7 +218,7 @@ class _Run:
     def result(self, query: Query) -> dict[str, Any]:
         """What was measured of a query, in the shape docs/guide/benchmarks.md describes."""
         found = {side: self.samples[query.name, side] for side in SIDES}
-        return result(
+        return spark_result(
             f"nexmark-{query.name}",
             query.title,
             found,

@@ -11,8 +11,6 @@ import asyncio
 import contextlib
 import json
 import os
-import platform
-import shlex
 import shutil
 import statistics
 import sys
@@ -20,24 +18,17 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.bench.case import Case, Window, find_case, load_cases
 from penstock.bench.client_process import Crew
-from penstock.bench.measure import (
-    PROBE_MAX_S,
-    Sample,
-    disk_sync_s,
-    median_sample,
-    percentile,
-    rounded,
-)
+from penstock.bench.measure import PROBE_MAX_S, Sample, disk_sync_s, percentile, rounded
 from penstock.bench.peers import PEERS, Peer, make_peer
 from penstock.bench.peers.operation import OPERATIONS
 from penstock.bench.progress import Progress, silent
 from penstock.bench.report import compare
+from penstock.bench.result import OURS, result
 from penstock.model.errors import InvalidInput, InvalidSettings, PenstockError, RequestTimedOut
 
 # A case may take 40 s; what is left over is for imports, stopping servers and deleting data.
@@ -52,7 +43,6 @@ FIRST_OVERHEAD_S = 0.5
 # A peer that hangs loses its own turn, not the whole case: filling, draining and checking take less.
 TURN_GRACE_S = 10.0
 START_LIMIT_S = 22.0  # a server's own start limit and the client's connection
-PENSTOCK = "penstock"
 T = TypeVar("T")
 
 
@@ -192,7 +182,7 @@ class _Run:
 
     @property
     def sides(self) -> list[str]:
-        return [PENSTOCK, *self.peers]
+        return [OURS, *self.peers]
 
     async def all(self, vs: list[str]) -> None:
         """Start, prepare, take turns, stop; what was started is stopped on every way out."""
@@ -201,7 +191,7 @@ class _Run:
             await self._start(vs)
             if self.case.prepare is not None:
                 self.progress("prepare", 0, self.rounds * len(self.sides))
-                with self._window(PENSTOCK, self.seconds, 0) as window:
+                with self._window(OURS, self.seconds, 0) as window:
                     await self._in_time(self.case.prepare(window), self.left_s)
             for number in range(self.rounds):
                 if not await self._round(number):
@@ -269,7 +259,7 @@ class _Run:
             with self._window(side, seconds, number) as window:
                 sample = await self._measure(side, window)
         except Exception as error:
-            if side == PENSTOCK:
+            if side == OURS:
                 raise
             await self._drop(side, error)
             return
@@ -279,7 +269,7 @@ class _Run:
         self.overhead_s[side] = max(over_s, self.overhead_s.get(side, 0.0), 0.0)
 
     async def _measure(self, side: str, window: Window) -> Sample:
-        if side == PENSTOCK:
+        if side == OURS:
             return await self._in_time(self.case.penstock(window), self.left_s)
         operation = self.case.operation
         assert operation is not None, "only peers with an operation were started"
@@ -327,49 +317,27 @@ class _Run:
         print(f"bench: {name} is left out: {reason}", file=sys.stderr)
 
     def result(self, loop: str) -> dict[str, Any]:
-        """Everything measured, in the shape docs/guide/benchmarks.md describes."""
-        medians = {
-            side: median_sample(list(found.values())).as_dict()
-            for side, found in self.samples.items()
+        """Everything measured."""
+        ordered = sorted(self.syncs_s)
+        machine = {
+            "loop": loop,
+            "fdatasync_p50_ms": rounded(percentile(ordered, 0.50) * 1000),
+            "fdatasync_p99_ms": rounded(percentile(ordered, 0.99) * 1000),
         }
-        return {
-            "case": self.case.name,
-            "title": self.case.title,
-            "unit": self.case.unit,
-            "penstock": medians.pop(PENSTOCK),
-            "peers": medians,
-            "ratio": {name: self._ratio(name) for name in medians},
-            "left_out": self.left_out,
-            "rounds": self.done_rounds,
-            "seconds": rounded(statistics.median(self.windows_s)),
-            "machine": _machine(loop, self.syncs_s) | {"load_1m": rounded(self.load_1m)},
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-            "samples": {
-                side: [found[number].as_dict() for number in sorted(found)]
-                for side, found in self.samples.items()
-            },
-        }
-
-    def _ratio(self, name: str) -> float:
-        ours, theirs = self.samples[PENSTOCK], self.samples[name]
-        ratios = [ours[number].per_s / theirs[number].per_s for number in theirs if number in ours]
-        return rounded(statistics.median(ratios))
+        return result(
+            self.case.name,
+            self.case.title,
+            self.samples,
+            unit=self.case.unit,
+            rounds=self.done_rounds,
+            seconds=statistics.median(self.windows_s),
+            load_1m=self.load_1m,
+            machine=machine,
+            left_out=self.left_out,
+        )
 
 
 def _reason(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return str(error) or type(error).__name__
-
-
-def _machine(loop: str, syncs_s: list[float]) -> dict[str, object]:
-    ordered = sorted(syncs_s)
-    return {
-        "cores": len(os.sched_getaffinity(0)),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "loop": loop,
-        "fdatasync_p50_ms": rounded(percentile(ordered, 0.50) * 1000),
-        "fdatasync_p99_ms": rounded(percentile(ordered, 0.99) * 1000),
-    }

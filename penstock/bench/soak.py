@@ -34,6 +34,7 @@ from penstock.bench.cases.workload import (
     embedded,
     make_topics,
     open_bus,
+    sealed,
     together,
 )
 from penstock.model.setting import GIB
@@ -144,10 +145,8 @@ class Soak:
 
     async def settle(self) -> None:
         """Wait until everything closed is sealed and what was replaced is deleted."""
+        await sealed(self._bus)
         async with asyncio.timeout(SETTLE_TIMEOUT_S):
-            engine = embedded(self._bus)
-            while engine.log.manifest.sealed_to < engine.journal.base:  # noqa: ASYNC110
-                await asyncio.sleep(0.1)
             last = -1
             while (now := await asyncio.to_thread(disk_bytes, self._folder)) != last:
                 last = now

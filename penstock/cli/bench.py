@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -16,6 +18,14 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MIN_PIPED_COLUMNS = 160  # a table in a pipe is not folded to a terminal nobody has
+T = TypeVar("T")
+
+folder_option = click.option(
+    "--dir",
+    "folder",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Where data is for the time of the run, so which disk is measured. Default: the current folder.",
+)
 
 
 @click.group("bench", cls=Noun)
@@ -50,12 +60,7 @@ def list_(invocation: Invocation) -> None:
 @click.option(
     "--rounds", type=int, default=None, help="Windows for each side; medians are reported."
 )
-@click.option(
-    "--dir",
-    "folder",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Which disk to measure. Default: the current folder.",
-)
+@folder_option
 @click.pass_obj
 def run(invocation: Invocation, case: str, vs: str, seconds: float | None, rounds: int | None, folder: Path | None) -> None:  # fmt: skip
     """Run one case; it ends within 40 s. Ends with 1 when a peer that was asked for could not run."""
@@ -63,15 +68,10 @@ def run(invocation: Invocation, case: str, vs: str, seconds: float | None, round
     from penstock.bench.runner import complete, run_case
 
     peers = [name.strip() for name in vs.split(",") if name.strip()]
-    options: dict[str, Any] = {"seconds": seconds, "rounds": rounds}
-    options = {name: value for name, value in options.items() if value is not None}
-    with tempfile.TemporaryDirectory(prefix=".penstock-bench-", dir=folder or Path()) as place:
-        result = run_case(case, peers, folder=Path(place), progress=_progress, **options)
-    _end_progress()
-    if invocation.json:
-        output.print_json(result)
-    else:
-        _print_table(result_table(result))
+    options = _given(seconds=seconds, rounds=rounds)
+    with _place(folder) as place:
+        result = run_case(case, peers, folder=place, progress=_progress, **options)
+    _show(invocation, result, result_table)
     if not complete(result, peers):
         raise click.exceptions.Exit(exits.FAILED)
 
@@ -85,52 +85,47 @@ def run(invocation: Invocation, case: str, vs: str, seconds: float | None, round
     "--rounds", type=int, default=None, help="Runs of each query on each side; medians count."
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Which events to make.")
-@click.option(
-    "--dir",
-    "folder",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Where to put the events for the time of the run. Default: the current folder.",
-)
+@folder_option
 @click.pass_obj
 def nexmark(invocation: Invocation, events: int | None, queries: str, rounds: int | None, seed: int, folder: Path | None) -> None:  # fmt: skip
     """Run the Nexmark queries with Spark over a bus and over Parquet files, and check the results."""
     from penstock.bench.nexmark import nexmark_table, run_nexmark
 
     names = [name.strip() for name in queries.split(",") if name.strip()]
-    options: dict[str, Any] = {"events": events, "rounds": rounds}
-    options = {name: value for name, value in options.items() if value is not None}
-    with tempfile.TemporaryDirectory(prefix=".penstock-bench-", dir=folder or Path()) as place:
-        results = run_nexmark(names, folder=Path(place), seed=seed, progress=_progress, **options)
-    _end_progress()
-    if invocation.json:
-        output.print_json(results)
-    else:
-        _print_table(nexmark_table(results))
+    options = _given(events=events, rounds=rounds)
+    with _place(folder) as place:
+        results = run_nexmark(names, folder=place, seed=seed, progress=_progress, **options)
+    _show(invocation, results, nexmark_table)
 
 
 @command.command("spark")
 @click.argument("cases", nargs=-1, metavar="[CASE]...")
 @click.option("--rows", type=int, default=None, help="Rows of each case. Default: the case's own.")
 @click.option("--rounds", type=int, default=None, help="Turns of each side; medians count.")
-@click.option(
-    "--dir",
-    "folder",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Where logs and tables are for the time of the run. Default: the current folder.",
-)
+@folder_option
 @click.pass_obj
 def spark(invocation: Invocation, cases: tuple[str, ...], rows: int | None, rounds: int | None, folder: Path | None) -> None:  # fmt: skip
     """Measure source, sink, tables and latency of pipelines on Spark, beside Spark over Parquet."""
     from penstock.bench.spark.runner import run_spark, spark_table
 
-    with tempfile.TemporaryDirectory(prefix=".penstock-bench-", dir=folder or Path()) as place:
-        found = run_spark(cases, folder=Path(place), rows=rows, rounds=rounds, progress=_progress)
+    with _place(folder) as place:
+        found = run_spark(cases, folder=place, rows=rows, rounds=rounds, progress=_progress)
         results = list(found)
-    _end_progress()
-    if invocation.json:
-        output.print_json(results)
-    else:
-        _print_table(spark_table(results))
+    _show(invocation, results, spark_table)
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """The options that were given: the others have their defaults below."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+@contextmanager
+def _place(folder: Path | None) -> Iterator[Path]:
+    """A folder for the time of the run."""
+    with tempfile.TemporaryDirectory(prefix=".penstock-bench-", dir=folder or Path()) as place:
+        yield Path(place)
+    if sys.stderr.isatty():
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _progress(text: str, done: int, total: int) -> None:
@@ -138,9 +133,11 @@ def _progress(text: str, done: int, total: int) -> None:
         print(f"\r{done}/{total} {text}\x1b[K", end="", file=sys.stderr, flush=True)
 
 
-def _end_progress() -> None:
-    if sys.stderr.isatty():
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+def _show(invocation: Invocation, found: T, table: Callable[[T], Table]) -> None:
+    if invocation.json:
+        output.print_json(found)
+    else:
+        _print_table(table(found))
 
 
 @command.command("compare")

@@ -36,12 +36,9 @@ def sync(invocation: Invocation, patterns: tuple[str, ...], place: str, every_s:
 
     Segments join as they are; nothing is written again. Needs the folder of the log, which may be in use.
     """
-    from penstock.log.disk import RealDisk
-    from penstock.log.recovery import check_folder
     from penstock.pipelines.lakehouse.topics import sync_topics
 
     folder = _folder(invocation)
-    check_folder(RealDisk(folder), write=False)
     with _warehouse(place) as warehouse, asked_to_stop() as stopped:
         while True:
             report = sync_topics(folder, warehouse, patterns or "#")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # Decoded row groups kept when the engine brings no cache of its own: two of the largest.
 CACHE_BYTES = 64 * 1024 * 1024
-PIECE_BYTES = 16 * 1024 * 1024  # of a row group that is scanned, at a time
+SCAN_BYTES = 16 * 1024 * 1024  # of a row group that is scanned, at a time
 MAX_END = 2**31 - 1  # what an Arrow offset can say
 
 
@@ -147,7 +147,7 @@ class SegmentReader:
         if not columns:
             yield pa.RecordBatch.from_struct_array(pa.array([{}] * count, pa.struct([])))
             return
-        pieces = -(-parquet.metadata.row_group(index).total_byte_size // PIECE_BYTES)
+        pieces = -(-parquet.metadata.row_group(index).total_byte_size // SCAN_BYTES)
         batches = parquet.iter_batches(
             -(-count // max(1, pieces)), [index], columns=list(columns), use_threads=False
         )

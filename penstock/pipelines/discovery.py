@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
 from penstock.model.errors import InvalidInput, NotFound
+from penstock.model.nearest import did_you_mean
 from penstock.pipelines import builtin
 from penstock.pipelines.pipeline import Pipeline, Pipelines, registered
 
@@ -54,9 +54,9 @@ def find(name: str, folder: str | Path | None = None) -> Pipeline:
     """A pipeline by its name; an unknown one is answered with the nearest."""
     known = discover(folder)
     if name not in known:
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
         raise NotFound(
-            f"there is no pipeline {name!r}; {hint}There is {', '.join(sorted(known))}", name=name
+            f"there is no pipeline {name!r}. {did_you_mean(name, known)}There is "
+            f"{', '.join(sorted(known))}",
+            name=name,
         )
     return known[name]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
@@ -11,6 +10,7 @@ import msgspec
 
 from penstock.core.schedule import parse_duration
 from penstock.model.errors import InvalidInput
+from penstock.model.nearest import did_you_mean
 from penstock.model.topic import check_pattern
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ def source_options(options: Mapping[str, str]) -> SourceOptions:
 
     >>> source_options({"url": "data", "topic": "orders"})  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    penstock.model.errors.InvalidInput: the source has no option 'topic'; did you mean 'topics'? ...
+    penstock.model.errors.InvalidInput: the source has no option 'topic'. Did you mean 'topics'? ...
     """
     given = _Given(options, "source", {
         "url", "topics", "start", "end", "columns", "schema", "lateafter", "maxeventspertrigger",
@@ -111,10 +111,9 @@ class _Given:
         for name in options:
             if name.lower() in known | SPARKS:
                 continue
-            near = difflib.get_close_matches(name.lower(), known, 1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
             raise InvalidInput(
-                f"the {what} has no option {name!r}; {hint}It has {', '.join(sorted(known))}",
+                f"the {what} has no option {name!r}. {did_you_mean(name.lower(), known)}It has "
+                f"{', '.join(sorted(known))}",
                 option=name,
             )
 

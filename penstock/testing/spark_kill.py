@@ -1,10 +1,10 @@
 """kill -9 of a Spark driver at every named stage of a batch, and its results compared with the log.
 
 A child copies events with a pipeline, onto a bus and into a table, and dies at a failpoint: the
-driver, its Java and its workers at once. A second child goes on from the checkpoint. Then every
-event must be there once. `python -m penstock.testing.spark_kill --rounds 20` does it 20 times for
-each stage; with `--broker` results go through a broker, which is a transaction for each task and
-not one for each batch.
+driver, its Java and its workers at once. The next goes on from the checkpoint and dies as well,
+so recovery is killed too; the last of a streak is left alone. Then every event must be there once.
+`python -m penstock.testing.spark_kill --kills 20` kills 20 times at each stage; with `--broker`
+results go through a broker, which is a transaction for each task and not one for each batch.
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ STAGES = (
     "sink.after-commit", "lakehouse.files-written", "lakehouse.committed",
 )  # fmt: skip
 EVENTS = 60
-PER_BATCH = 25  # a round takes three batches
+PER_BATCH = 25  # so that a kill finds three batches at least
+STREAK = 4
 CHILD_S = 300.0
 
 
-def spark_kill_rounds(
+def kill_drivers(
     stages: tuple[str, ...],
-    rounds: int,
+    kills: int,
     *,
     seed: int = 1,
     broker: bool = False,
     tell: Callable[[str], None] = print,
 ) -> int:
-    """Kill a driver so many times at each stage; 0 when nothing was lost or doubled."""
+    """Kill so many drivers at each stage; 0 when nothing was lost or doubled."""
     rng, problems, began = random.Random(seed), 0, time.monotonic()
     with (
         tempfile.TemporaryDirectory(prefix="penstock-spark-kill-") as folder,
@@ -57,16 +58,15 @@ def spark_kill_rounds(
     ):
         world = _World(Path(folder), url)
         for stage in stages:
-            for number in range(1, rounds + 1):
-                found = world.round(stage, rng.randint(1, 2))
+            for done in range(0, kills, STREAK):
+                streak = [rng.randint(1, 2) for _ in range(min(STREAK, kills - done))]
+                found = world.streak(stage, streak)
                 problems += len(found)
                 for problem in found:
-                    tell(f"FINDING {stage}, round {number}: {problem}")
-            tell(f"{stage}: {rounds} kills, {world.sent:,} events, {problems} findings")
-    tell(
-        f"spark kills: {rounds * len(stages)} in {time.monotonic() - began:,.0f} s, "
-        f"{problems} findings"
-    )
+                    tell(f"FINDING {stage}, after {done + len(streak)} kills: {problem}")
+            tell(f"{stage}: {kills} kills, {world.sent:,} events, {problems} findings")
+    seconds = time.monotonic() - began
+    tell(f"spark kills: {kills * len(stages)} in {seconds:,.0f} s, {problems} findings")
     return int(bool(problems))
 
 
@@ -88,21 +88,25 @@ class _World:
         self._folder = folder
         self._target = target
 
-    def round(self, stage: str, nth: int) -> list[str]:
-        """New events, a driver that dies at the stage, another that goes on; what is wrong then."""
-        with penstock.connect_sync(self._folder / "source") as bus:
-            numbers = range(self.sent, self.sent + EVENTS)
-            bus.publish_many("in.numbers", [{"n": n} for n in numbers])
-            self.sent += EVENTS
-        fired = self._folder / "fired"
-        fired.unlink(missing_ok=True)
-        died = self._child({"FAILPOINT": f"{stage}:{nth}", "FAILPOINT_FIRED": str(fired)})  # fmt: skip
-        if not fired.exists() or died != -signal.SIGKILL:
-            return [f"the driver ended with {died} and did not die at {stage}:{nth}"]
+    def streak(self, stage: str, nths: list[int]) -> list[str]:
+        """Drivers that die at the stage, one after another, and one that ends; what is wrong then."""
+        for nth in nths:
+            self._publish()
+            fired = self._folder / "fired"
+            fired.unlink(missing_ok=True)
+            died = self._child({"FAILPOINT": f"{stage}:{nth}", "FAILPOINT_FIRED": str(fired)})
+            if not fired.exists() or died != -signal.SIGKILL:
+                return [f"the driver ended with {died} and did not die at {stage}:{nth}"]
         ended = self._child({})
         if ended:
             return [f"the driver that went on ended with {ended}"]
         return [*self._compare("bus", self._on_the_bus()), *self._compare("table", self._in_the_table())]  # fmt: skip
+
+    def _publish(self) -> None:
+        with penstock.connect_sync(self._folder / "source") as bus:
+            numbers = range(self.sent, self.sent + EVENTS)
+            bus.publish_many("in.numbers", [{"n": n} for n in numbers])
+            self.sent += EVENTS
 
     def _child(self, more: dict[str, str]) -> int:
         words = [sys.executable, "-m", __name__, "--child", str(self._folder), "--to", self._target]
@@ -167,7 +171,9 @@ def _drive(folder: Path, target: str) -> None:
         "copy", _copy, {"events": Input("in.#", "n BIGINT")},
         writes="copy.numbers", table="copied.numbers",
     )  # fmt: skip
-    spark = spark_session(master="local[2]", name="kills")
+    # It lives for one batch or two: compiling well takes longer than running.
+    quick = {"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1"}
+    spark = spark_session(master="local[2]", name="kills", settings=quick)
     with Warehouse(folder / "warehouse") as warehouse:
         route = Route(
             url=str(folder / "source"), to=target, warehouse=warehouse,
@@ -181,7 +187,7 @@ def _drive(folder: Path, target: str) -> None:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description="Kill a Spark driver at every stage of a batch.")
-    parser.add_argument("--rounds", type=int, default=20, help="kills at each stage")
+    parser.add_argument("--kills", type=int, default=20, help="how many at each stage")
     parser.add_argument("--stage", choices=STAGES, action="append", help="only this one")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--broker", action="store_true", help="results go through a broker")
@@ -192,7 +198,7 @@ def main() -> None:
         _drive(Path(chosen.child), chosen.to)
         return
     stages = tuple(chosen.stage or STAGES)
-    sys.exit(spark_kill_rounds(stages, chosen.rounds, seed=chosen.seed, broker=chosen.broker))
+    sys.exit(kill_drivers(stages, chosen.kills, seed=chosen.seed, broker=chosen.broker))
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def test_a_wrong_count_is_no_figure(tmp_path: Path, spark: Any, monkeypatch: Any
 
 def test_what_cannot_be_run_is_said_before_anything_starts(tmp_path: Path, monkeypatch: Any) -> None:  # fmt: skip
     monkeypatch.setattr(runner, "_run", lambda *each: pytest.fail("it ran"))
-    with pytest.raises(NotFound, match="did you mean 'source'"):
+    with pytest.raises(NotFound, match="Did you mean 'source'"):
         run_spark(["sorce"], folder=tmp_path)
     with pytest.raises(InvalidInput, match="rounds 1 to 20"):
         run_spark(rounds=0, folder=tmp_path)

@@ -98,7 +98,7 @@ def test_a_pipeline_is_tested_on_rows_of_a_file(spark, project, capsys) -> None:
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        (["run", "scalled"], "did you mean 'scaled'"),
+        (["run", "scalled"], "Did you mean 'scaled'"),
         (["run", "scaled", "-p", "factor=lots"], "factor"),
         (["run", "scaled", "-p", "colour=red"], "colour"),
         (["run", "scaled", "-p", "factor"], "NAME=VALUE"),

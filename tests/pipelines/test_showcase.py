@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from penstock.testing.spark_kill import spark_kill_rounds
+from penstock.testing.spark_kill import kill_drivers
 
 
 def test_the_main_job_ends_by_itself_with_balanced_books(tmp_path: Path) -> None:
@@ -29,14 +29,14 @@ def test_the_main_job_ends_by_itself_with_balanced_books(tmp_path: Path) -> None
 
 
 def test_a_driver_killed_before_its_commit_loses_and_doubles_nothing() -> None:
-    """One stage once; `make soak` has all of them, 20 times each."""
+    """One stage, and its repetition too; `make soak` has all stages, 20 kills each."""
     told: list[str] = []
-    assert spark_kill_rounds(("sink.before-commit",), 1, tell=told.append) == 0, told
-    assert told[0].startswith("sink.before-commit: 1 kills, 60 events, 0 findings")
+    assert kill_drivers(("sink.before-commit",), 2, tell=told.append) == 0, told
+    assert told[0].startswith("sink.before-commit: 2 kills, 120 events, 0 findings")
 
 
 def test_a_driver_killed_between_two_tasks_of_a_broker_loses_and_doubles_nothing() -> None:
     """S2: some tasks of the batch were published by then; the repetition adds the others only."""
     told: list[str] = []
-    assert spark_kill_rounds(("sink.task-done",), 1, broker=True, tell=told.append) == 0, told
+    assert kill_drivers(("sink.task-done",), 1, broker=True, tell=told.append) == 0, told
     assert told[0].startswith("sink.task-done: 1 kills, 60 events, 0 findings")

@@ -93,7 +93,7 @@ def test_a_stream_copies_every_event_once(spark, bus_url, tmp_path) -> None:
         (["key"], {"topic": "t"}, "need a `payload` column"),
         (["payload"], {}, "need a `topic` column"),
         (["payload", "1 AS n"], {"topic": "t"}, "does not know the column 'n'"),
-        (["payload"], {"topik": "t"}, "did you mean 'topic'"),
+        (["payload"], {"topik": "t"}, "Did you mean 'topic'"),
         (["CAST(NULL AS STRING) AS payload"], {"topic": "t"}, "null payload"),
         (["payload", "IF(key = '1', NULL, topic) AS topic"], {}, "rows have no topic"),
         (["payload"], {"topic": "a..b"}, "a..b"),

@@ -189,7 +189,7 @@ def test_filters_reach_the_plan(spark, folder, text, few) -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"topicz": "x"}, "did you mean 'topics'"),
+        ({"topicz": "x"}, "Did you mean 'topics'"),
         ({"columns": "ofset"}, "no column 'ofset'"),
         ({"start": '{"nobody": {"0": 1}}'}, "not among the topics"),
         ({"start": '{"plain": {"0": 99}}'}, "beyond the end"),

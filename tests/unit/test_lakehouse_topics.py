@@ -12,10 +12,17 @@ import pytest
 from penstock.log import rewrite
 from penstock.log.disk import RealDisk
 from penstock.log.manifest import Manifest
+from penstock.log.recovery import check_folder
 from penstock.log.rewrite import Job, JournalInput
 from penstock.log.segment import DAY_US
 from penstock.model.batch import EventBatch
-from penstock.model.errors import AlreadyExists, Corrupted, InvalidPattern, Unsupported
+from penstock.model.errors import (
+    AlreadyExists,
+    Corrupted,
+    InvalidPattern,
+    NotADataFolder,
+    Unsupported,
+)
 from penstock.model.settings import Sealing
 from penstock.model.table_errors import TableChanged
 from penstock.pipelines.lakehouse import copies
@@ -51,6 +58,7 @@ class Log:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.disk = RealDisk(folder)
+        check_folder(self.disk, write=True)
         self.manifest = Manifest.load(self.disk, write=True)
         self.end = 0
 
@@ -314,3 +322,9 @@ def test_two_names_never_share_a_table(log: Log, warehouse: Warehouse) -> None:
 def test_other_formats_say_that_they_cannot(log: Log, tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match="iceberg"):
         sync_topics(log.folder, Warehouse(tmp_path / "delta", format="delta"))
+
+
+def test_a_folder_that_is_no_log_is_refused(tmp_path: Path, warehouse: Warehouse) -> None:
+    (tmp_path / "pictures").mkdir()
+    with pytest.raises(NotADataFolder, match="no Penstock folder"):
+        sync_topics(tmp_path / "pictures", warehouse)

@@ -61,9 +61,9 @@ def test_a_checkpoint_of_another_source_is_refused(found) -> None:
 
 
 def test_an_unknown_option_is_named_with_the_nearest_one() -> None:
-    with pytest.raises(InvalidInput, match="no option 'startt'; did you mean 'start'"):
+    with pytest.raises(InvalidInput, match=r"no option 'startt'\. Did you mean 'start'"):
         source_options({"url": "data", "startt": "latest"})
-    with pytest.raises(InvalidInput, match="no option 'topics'; did you mean 'topic'"):
+    with pytest.raises(InvalidInput, match=r"no option 'topics'\. Did you mean 'topic'"):
         sink_options({"url": "data", "topics": "orders"})
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import time
 from typing import TYPE_CHECKING
 
 from penstock.bench.cases.workload import (
     PRODUCERS,
-    embedded,
     expect,
     make_topics,
     open_bus,
+    sealed,
     sealed_share,
     stored,
     together,
@@ -30,7 +29,6 @@ READ_TOPICS = 4
 # What an event takes in the journal, about: decides how many files there are to seal.
 PLAIN_EVENT_BYTES = 110
 KEYED_EVENT_BYTES = 160
-SEAL_TIMEOUT_S = 20.0
 PATTERN = "bench.*"
 # Nothing is sealed between the rounds, so that every round reads the same files.
 AS_IT_LIES = Settings(sealing=Sealing(enabled=False))
@@ -66,10 +64,7 @@ async def _fill(window: Window, event_bytes: int, *, keyed: bool) -> None:
 
         await together(*(produce() for _ in range(PRODUCERS)))
         expect(await stored(bus), FILL_EVENTS // size * size, "stored")
-        engine = embedded(bus)
-        async with asyncio.timeout(SEAL_TIMEOUT_S):
-            while engine.log.manifest.sealed_to < engine.journal.base:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+        await sealed(bus)
 
 
 async def read_batches(window: Window) -> Sample:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 PRODUCERS = 8
 # A quarter of the default: files are closed and sealed within a window of 2 s, not only after it.
 JOURNAL_FILE_BYTES = 64 * MIB
+SEAL_TIMEOUT_S = 600.0  # ten gigabytes on a busy machine
 SEALED_OFTEN = Settings(journal=Journal(file_bytes=JOURNAL_FILE_BYTES))
 
 
@@ -68,6 +69,14 @@ def embedded(bus: Bus) -> EmbeddedEngine:
     """The engine below, for figures that the public API does not have."""
     assert isinstance(bus.engine, EmbeddedEngine)
     return bus.engine
+
+
+async def sealed(bus: Bus) -> None:
+    """Wait until every closed journal file is in Parquet segments."""
+    engine = embedded(bus)
+    async with asyncio.timeout(SEAL_TIMEOUT_S):
+        while engine.log.manifest.sealed_to < engine.journal.base:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
 
 
 def sealed_share(bus: Bus) -> float:

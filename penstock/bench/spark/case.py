@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import shlex
 import statistics
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
-from penstock.bench.measure import Sample, median_sample, rounded
+from penstock.bench.measure import Sample
+from penstock.bench.result import OURS, Turns, result
 from penstock.bench.spark.stage import Stage
-
-OURS = "penstock"
 
 Side = Callable[[int], Sample]
 """One measured turn; told its number, the warm-up's being -1."""
@@ -34,45 +27,18 @@ class SparkCase:
     rounds: int = 5
 
 
-def ratio(ours: Sequence[Sample], theirs: Sequence[Sample], figure: Callable[[Sample], float] = lambda each: each.per_s) -> float:  # fmt: skip
-    """The median of the ratios, round by round."""
-    return rounded(
-        statistics.median(figure(a) / figure(b) for a, b in zip(ours, theirs, strict=True))
-    )
-
-
-def result(
-    case: str, title: str, samples: Mapping[str, Sequence[Sample]], *, load_1m: float, **more: Any
-) -> dict[str, Any]:
-    """What was measured, in the shape docs/guide/benchmarks.md describes."""
-    medians = {side: median_sample(found).as_dict() for side, found in samples.items()}
-    ours = samples[OURS]
-    return {
-        "case": case,
-        "title": title,
-        "unit": "events",
-        "penstock": medians.pop(OURS),
-        "peers": medians,
-        "ratio": {side: ratio(ours, samples[side]) for side in medians},
-        "left_out": {},
-        "rounds": len(ours),
-        "seconds": rounded(statistics.median(each.p50_ms / 1000 for each in ours)),
-        **more,
-        "machine": machine(load_1m),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "samples": {side: [each.as_dict() for each in found] for side, found in samples.items()},
-    }
-
-
-def machine(load_1m: float) -> dict[str, object]:
-    """Where it was measured."""
+def spark_result(case: str, title: str, samples: Mapping[str, Turns], *, load_1m: float, **more: Any) -> dict[str, Any]:  # fmt: skip
+    """What was measured; every turn is one call, so its time is that of the turn."""
     import pyspark
 
-    return {
-        "cores": len(os.sched_getaffinity(0)),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "spark": pyspark.__version__,
-        "load_1m": rounded(load_1m),
-    }
+    ours = samples[OURS]
+    return result(
+        case,
+        title,
+        samples,
+        rounds=len(ours),
+        seconds=statistics.median(each.p50_ms / 1000 for each in ours.values()),
+        load_1m=load_1m,
+        machine={"spark": pyspark.__version__},
+        **more,
+    )

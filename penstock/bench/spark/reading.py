@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING
 
 from penstock.bench.cases.workload import expect
 from penstock.bench.measure import Meter, Sample
-from penstock.bench.spark.case import OURS, Side
-from penstock.bench.spark.stage import Stage, timed, worker_pids
+from penstock.bench.process import command_of, forget_peak, memory_mb, parents, tree
+from penstock.bench.result import OURS
+from penstock.bench.spark.case import Side
+from penstock.bench.spark.stage import Stage, timed
 from penstock.model.errors import PenstockError
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 PARQUET = "parquet"
+BARE = "bare"  # the source, but for the reading
 POLL_S = 0.05
 BATCHES = 6
 LARGE_BYTES = 1_000  # payloads of the memory case: as many bytes in fewer rows
@@ -46,6 +49,7 @@ def source_once(stage: Stage, rows: int) -> Mapping[str, Side]:
     twin = stage.twin(rows)
     return {
         OURS: lambda turn: timed(lambda: _nowhere(stage.read(rows)), rows),
+        BARE: lambda turn: timed(lambda: _nowhere(stage.bare(rows)), rows),
         PARQUET: lambda turn: timed(lambda: _nowhere(stage.spark.read.parquet(twin)), rows),
     }
 
@@ -57,6 +61,11 @@ def window_count_once(stage: Stage, rows: int) -> Mapping[str, Side]:
     twin = stage.twin(rows)
     found: dict[object, int] = {}
 
+    def bare(turn: int) -> Sample:
+        minutes = sql.window("event_time", "1 minute")
+        frame = stage.bare(rows, columns="event_time").groupBy(minutes).count()
+        return timed(frame.collect, rows)
+
     def count(frame: DataFrame) -> None:
         minutes = frame.groupBy(sql.window("event_time", "1 minute")).count().collect()
         counted = {each["window"]["start"]: each["count"] for each in minutes}
@@ -67,6 +76,7 @@ def window_count_once(stage: Stage, rows: int) -> Mapping[str, Side]:
 
     return {
         OURS: lambda turn: timed(lambda: count(stage.read(rows, columns="event_time")), rows),
+        BARE: bare,
         PARQUET: lambda turn: timed(lambda: count(stage.spark.read.parquet(twin)), rows),
     }
 
@@ -131,8 +141,8 @@ class _PeakMemory:
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> None:
-        for pid in worker_pids():
-            Path(f"/proc/{pid}/clear_refs").write_text("5")  # begins the high-water mark again
+        for pid in _workers():
+            forget_peak(pid)
         self._thread.start()
 
     def __exit__(self, *error: object) -> None:
@@ -141,15 +151,12 @@ class _PeakMemory:
 
     def _watch(self) -> None:
         while not self._over.wait(POLL_S):
-            for pid in worker_pids():
-                try:
-                    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-                except OSError:
-                    continue
-                sizes = {each.split(":")[0]: each.split()[1] for each in lines if " kB" in each}
-                peak, own = int(sizes["VmHWM"]) / 1024, int(sizes["RssAnon"]) / 1024
-                before = self._peaks.get(pid, (0.0, 0.0))
-                self._peaks[pid] = max(peak, before[0]), max(own, before[1])
+            for pid in _workers():
+                peak, own = self._peaks.get(pid, (0.0, 0.0))
+                self._peaks[pid] = (
+                    max(peak, memory_mb(pid)),
+                    max(own, memory_mb(pid, "RssAnon")),
+                )
 
     def figures(self) -> dict[str, float]:
         if not self._peaks:
@@ -159,6 +166,13 @@ class _PeakMemory:
             "worker_own_mb": max(own for _, own in self._peaks.values()),
             "workers": float(len(self._peaks)),
         }
+
+
+def _workers() -> list[int]:
+    """Python workers below this process: Spark forks them off a daemon, whose words they keep."""
+    everyone = parents()
+    daemons = {pid for pid in tree(os.getpid(), everyone) if "pyspark.daemon" in command_of(pid)}
+    return [pid for pid in daemons if everyone.get(pid) in daemons]
 
 
 def _nowhere(frame: DataFrame) -> None:

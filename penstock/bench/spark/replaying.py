@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 from penstock.bench.cases.workload import expect
 from penstock.bench.measure import Sample
-from penstock.bench.spark.case import OURS, Side
+from penstock.bench.result import OURS
+from penstock.bench.spark.case import Side
 from penstock.bench.spark.stage import Stage, timed
 from penstock.model.errors import PenstockError
 from penstock.pipelines.builtin.replay_compare import SETTLED_S

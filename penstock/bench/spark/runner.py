@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from penstock.bench.measure import Sample
 from penstock.bench.progress import Progress, silent
 from penstock.bench.spark import reading, replaying, writing
-from penstock.bench.spark.case import SparkCase, result
+from penstock.bench.spark.case import SparkCase, spark_result
 from penstock.bench.spark.stage import Stage
 from penstock.model.errors import InvalidInput, NotFound
+from penstock.model.nearest import did_you_mean
 from penstock.pipelines.requirement import check_requirements
 
 if TYPE_CHECKING:
@@ -61,9 +61,9 @@ def run_spark(
 
 def _case(name: str) -> SparkCase:
     if name not in CASES:
-        near = difflib.get_close_matches(name, CASES, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise NotFound(f"there is no Spark case {name!r}; {hint}There is {', '.join(CASES)}")
+        raise NotFound(
+            f"there is no Spark case {name!r}. {did_you_mean(name, CASES)}There is {', '.join(CASES)}"
+        )
     return CASES[name]
 
 
@@ -71,15 +71,15 @@ def _run(case: SparkCase, stage: Stage, rows: int, rounds: int, progress: Progre
     load_1m = os.getloadavg()[0]
     sides = case.prepare(stage, rows)
     names = list(sides)
-    samples: dict[str, list[Sample]] = {name: [] for name in names}
+    samples: dict[str, dict[int, Sample]] = {name: {} for name in names}
     for turn in range(-1, rounds):  # the first starts workers and fills caches, and is not counted
         begin = turn % len(names)
         for name in names[begin:] + names[:begin]:
             progress(f"{case.name}: {name}", turn + 1, rounds + 1)
             sample = sides[name](turn)
             if turn >= 0:
-                samples[name].append(sample)
-    return result(f"spark-{case.name}", case.title, samples, load_1m=load_1m, rows=rows)
+                samples[name][turn] = sample
+    return spark_result(f"spark-{case.name}", case.title, samples, load_1m=load_1m, rows=rows)
 
 
 def spark_table(results: Sequence[dict[str, Any]]) -> Table:

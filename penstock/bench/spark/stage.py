@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 import penstock
+from penstock.bench.cases.workload import sealed
 from penstock.bench.measure import Meter, Sample
 from penstock.bench.progress import Progress
 from penstock.model.setting import MIB
@@ -28,7 +29,6 @@ TOPICS = tuple(
 )
 BATCH_EVENTS = 50_000
 JOURNAL_FILE_BYTES = 128 * MIB
-SEAL_TIMEOUT_S = 600.0
 TWIN_FILES = 12  # what the source's own default makes of six million events
 FIRST_US = 1_700_000_000_000_000
 APART_US = 1_000  # event times go on for 100 minutes in six million events
@@ -65,14 +65,20 @@ class Stage:
                 rows = rows_of(first, min(BATCH_EVENTS, events - first), payload_bytes)
                 topic = TOPICS[first // BATCH_EVENTS % len(TOPICS)]
                 await bus.publish_many(topic, rows)
-            engine: Any = bus.engine
-            async with asyncio.timeout(SEAL_TIMEOUT_S):
-                while engine.log.manifest.sealed_to < engine.journal.base:  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
+            await sealed(bus)
 
     def read(self, events: int, **options: str) -> DataFrame:
         """The log of so many events through the source."""
         return self.spark.read.format("penstock").options(url=self.log(events), **options).load()
+
+    def bare(self, events: int, **options: str) -> DataFrame:
+        """As many rows as `read` gives, of the same columns, without reading them."""
+        from penstock.bench.spark.bare import BareSource
+
+        self.spark.dataSource.register(BareSource)
+        return (
+            self.spark.read.format("penstock-bare").options(url=self.log(events), **options).load()
+        )
 
     def twin(self, events: int) -> str:
         """The same rows, all columns, as Parquet files that Spark wrote its own way."""
@@ -120,24 +126,3 @@ def timed(work: Callable[[], object], rows: int) -> Sample:
         work()
         meter.add(time.perf_counter() - began, rows)
     return meter.sample()
-
-
-def worker_pids(root: int | None = None) -> Iterator[int]:
-    """Python workers below this process: Spark forks them off a daemon."""
-    root = root or os.getpid()
-    parents = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                words = (entry / "cmdline").read_bytes()
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
-            parents[int(entry.name)] = (parent, b"pyspark" in words and b"daemon" in words)
-    for pid, (parent, is_daemon) in parents.items():
-        if is_daemon and parents.get(parent, (0, False))[1]:
-            above = pid
-            while above in parents and above != root:
-                above = parents[above][0]
-            if above == root:
-                yield pid

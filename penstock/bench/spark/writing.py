@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import penstock
 from penstock.bench.cases.workload import expect, stored
 from penstock.bench.measure import Meter, Sample
-from penstock.bench.spark.case import OURS, Side
+from penstock.bench.result import OURS
+from penstock.bench.spark.case import Side
 from penstock.bench.spark.reading import PARQUET
 from penstock.bench.spark.stage import Stage, timed
 from penstock.pipelines.builtin.topic_to_table import TABLE

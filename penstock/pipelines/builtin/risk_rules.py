@@ -7,7 +7,6 @@ hold. docs/guide/pipelines/risk-tags.md describes the file.
 
 from __future__ import annotations
 
-import difflib
 import re
 from importlib import resources
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from penstock.model.errors import FormatTooNew, InvalidSettings
+from penstock.model.nearest import did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -138,9 +138,11 @@ def _wrong(name: str, problem: str) -> InvalidSettings:
 def _check(condition: Condition, where: str) -> None:
     field, test, to = condition.field, condition.test, condition.to
     if field not in FIELDS:
-        near = difflib.get_close_matches(field, FIELDS, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; there is {', '.join(FIELDS)}"
-        raise _wrong(where, f"evidence has no field {field!r}{hint}")
+        raise _wrong(
+            where,
+            f"evidence has no field {field!r}. {did_you_mean(field, FIELDS)}It has "
+            f"{', '.join(FIELDS)}",
+        )
     kind = FIELDS[field]
     if (test in _TEXTUAL and kind != "STRING") or (test in _ORDERED and kind in ("BOOLEAN",)):
         raise _wrong(where, f"{field!r} is {kind} and cannot be {test}")

@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from penstock.log.disk import RealDisk
 from penstock.log.manifest import Manifest
+from penstock.log.recovery import check_folder
 from penstock.log.segment import Range, SegmentInfo
 from penstock.model.arrow import SCHEMA
 from penstock.model.errors import StorageError, Unsupported
@@ -92,6 +93,7 @@ def sync_topics(
     chosen = [patterns] if isinstance(patterns, str) else list(patterns)
     for pattern in chosen:
         check_pattern(pattern)
+    check_folder(RealDisk(Path(folder).absolute()), write=False)
     for turn in range(TRIES):
         disk = RealDisk(Path(folder).absolute())
         manifest = Manifest.load(disk, write=False)
