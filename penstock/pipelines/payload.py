@@ -1,13 +1,15 @@
 """Payloads as typed columns: JSON and Arrow payloads to one struct column, a batch at a time.
 
-Arrow's parser takes a whole batch of JSON payloads as lines. Where one of them does not fit, the
-suspects are found and looked at one by one, and the others go through the parser again: a bad row
-gets a null and the reason, and costs its neighbours nothing.
+Arrow's parser takes a whole batch of JSON payloads as lines, and a whole batch of Arrow payloads as
+one stream. Where one of them does not fit, the suspects are found and looked at one by one, and the
+others go through the parser again: a bad row gets a null and the reason, and costs its neighbours
+nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,9 +20,10 @@ import pyarrow.json as pj
 
 from penstock.model.codec import codecs
 from penstock.model.errors import DecodeFailed
+from penstock.pipelines.arrow_payload import alike, read_alike
 
 MAX_REASON_CHARS = 200
-JSON, ARROW = "json", "arrow"
+ARROW = "arrow"
 
 
 class Decoder:
@@ -42,33 +45,33 @@ class Decoder:
 
     def decode(self, payloads: pa.Array, codec: Sequence[str]) -> tuple[pa.Array, pa.Array]:
         """Values, null where a payload does not fit, and the reasons."""
-        kinds = np.asarray(codec)
-        if (kinds == ARROW).any():
-            return self._by_codec(payloads, kinds)
-        return self._json(payloads)
+        arrow = np.asarray(codec, dtype=np.str_) == ARROW
+        clean = [*self._arrow_parts(payloads, arrow), *self._json_parts(payloads, ~arrow)]
+        if len(clean) == 1 and len(clean[0][1]) == len(payloads):
+            return clean[0][1], pa.nulls(len(payloads), pa.string())
+        return self._one_by_one(payloads, clean, arrow)
 
-    # -- JSON ------------------------------------------------------------------------------------
+    def _arrow_parts(self, payloads: pa.Array, chosen: Any) -> Iterator[tuple[Any, pa.Array]]:
+        places = np.flatnonzero(chosen)
+        if not len(places):
+            return
+        for group, head in alike(payloads.take(pa.array(places))):
+            yield from _halved(payloads, places[group], partial(self._streams, head))
 
-    def _json(self, payloads: pa.Array) -> tuple[pa.Array, pa.Array]:
-        whole = self._lines(payloads)
+    def _json_parts(self, payloads: pa.Array, chosen: Any) -> Iterator[tuple[Any, pa.Array]]:
+        places = np.flatnonzero(chosen)
+        if not len(places) and len(payloads):
+            return
+        texts = payloads if len(places) == len(payloads) else payloads.take(pa.array(places))
+        whole = self._lines(texts)
         if whole is not None:
-            return whole, pa.nulls(len(payloads), pa.string())
-        good = pa.array([self._looks_good(each.as_py()) for each in payloads])
-        kept = np.flatnonzero(good.to_numpy(zero_copy_only=False))
-        return self._one_by_one(payloads, list(self._halved(payloads, kept)))
-
-    def _halved(self, payloads: pa.Array, kept: Any) -> Iterator[tuple[Any, pa.Array]]:
-        """Parse what looked good; where the parser is stricter, each half alone."""
-        clean = self._lines(payloads.take(pa.array(kept)))
-        if clean is not None:
-            yield kept, clean
-        elif len(kept) > 1:
-            middle = len(kept) // 2
-            yield from self._halved(payloads, kept[:middle])
-            yield from self._halved(payloads, kept[middle:])
+            yield places, whole
+            return
+        good = np.array([self._looks_good(each.as_py()) for each in texts])
+        yield from _halved(payloads, places[good], self._lines)
 
     def _one_by_one(
-        self, payloads: pa.Array, clean: list[tuple[Any, pa.Array]]
+        self, payloads: pa.Array, clean: list[tuple[Any, pa.Array]], arrow: Any
     ) -> tuple[pa.Array, pa.Array]:
         """Put the parsed rows back where they were, with the rest between them."""
         pieces = [values for _, values in clean]
@@ -79,7 +82,8 @@ class Decoder:
             place[kept] = np.arange(following, following + len(values))
             following += len(values)
         for index in np.flatnonzero(place < 0).tolist():
-            value, faults[index] = self._alone(payloads[index].as_py())
+            alone = self._arrow_alone if arrow[index] else self._json_alone
+            value, faults[index] = alone(payloads[index].as_py())
             if value is not None:
                 pieces.append(value)
                 place[index] = following
@@ -88,7 +92,7 @@ class Decoder:
         joined = pa.concat_arrays(pieces) if pieces else pa.array([], self.fields)
         return joined.take(order), pa.array(faults, pa.string())
 
-    def _alone(self, payload: bytes) -> tuple[pa.Array | None, str | None]:
+    def _json_alone(self, payload: bytes) -> tuple[pa.Array | None, str | None]:
         if not payload:
             return None, "the payload is empty"
         try:
@@ -131,35 +135,45 @@ class Decoder:
 
     # -- Arrow -----------------------------------------------------------------------------------
 
-    def _by_codec(self, payloads: pa.Array, kinds: Any) -> tuple[pa.Array, pa.Array]:
-        pieces: list[pa.Array] = []
-        faults: list[str | None] = []
-        for payload, kind in zip(payloads, kinds, strict=True):
-            if kind == ARROW:
-                value, fault = self._arrow(payload.as_py())
-                pieces.append(value)
-                faults.append(fault)
-            else:
-                values, fault_column = self._json(pa.array([payload.as_py()], pa.binary()))
-                pieces.append(values)
-                faults.append(fault_column[0].as_py())
-        return pa.concat_arrays(pieces), pa.array(faults, pa.string())
+    def _streams(self, head: bytes, payloads: pa.Array) -> pa.Array | None:
+        """All payloads of a group at once; None when one of them does not fit."""
+        try:
+            return self._fitted(read_alike(payloads, head))
+        except pa.ArrowException:
+            return None
 
-    def _arrow(self, payload: bytes) -> tuple[pa.Array, str | None]:
-        nothing = pa.nulls(1, self.fields)
+    def _arrow_alone(self, payload: bytes) -> tuple[pa.Array | None, str | None]:
         try:
             table: pa.Table = codecs.get(ARROW).decode(payload)
             if table.num_rows != 1:
-                return nothing, f"an Arrow payload of {table.num_rows} rows; one is one value"
-            columns = [
-                table.column(each.name).combine_chunks().cast(each.type)
-                if each.name in table.column_names
-                else pa.nulls(1, each.type)
-                for each in self.fields
-            ]
+                return None, f"an Arrow payload of {table.num_rows} rows; one is one value"
+            return self._fitted(table), None
         except (DecodeFailed, pa.ArrowException) as error:
-            return nothing, f"does not fit the schema: {error}"[:MAX_REASON_CHARS]
-        return pa.StructArray.from_arrays(columns, fields=list(self.fields)), None
+            return None, f"does not fit the schema: {error}"[:MAX_REASON_CHARS]
+
+    def _fitted(self, table: pa.Table) -> pa.Array:
+        columns = [
+            _one(table.column(each.name)).cast(each.type)
+            if each.name in table.column_names
+            else pa.nulls(table.num_rows, each.type)
+            for each in self.fields
+        ]
+        return pa.StructArray.from_arrays(columns, fields=list(self.fields))
+
+
+def _halved(
+    payloads: pa.Array, places: Any, parse: Callable[[pa.Array], pa.Array | None]
+) -> Iterator[tuple[Any, pa.Array]]:
+    """Parse these; where the parser refuses, each half alone, and a single one not at all."""
+    if not len(places):
+        return
+    values = parse(payloads.take(pa.array(places)))
+    if values is not None:
+        yield places, values
+    elif len(places) > 1:
+        middle = len(places) // 2
+        yield from _halved(payloads, places[:middle], parse)
+        yield from _halved(payloads, places[middle:], parse)
 
 
 def _struct(table: pa.Table, fields: pa.StructType) -> pa.Array:

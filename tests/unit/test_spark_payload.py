@@ -104,3 +104,82 @@ def test_arrow_payloads_of_one_row_are_values_too() -> None:
     assert [value and (value["n"], value["s"]) for value in values] == [(5, "a"), None, None]
     assert "2 rows" in str(faults[1])
     assert "does not fit" in str(faults[2])
+
+
+def arrow(*batches: pa.RecordBatch, compressed: bool = False) -> bytes:
+    """A stream of these batches."""
+    sink = pa.BufferOutputStream()
+    options = pa.ipc.IpcWriteOptions(compression="zstd" if compressed else None)
+    with pa.ipc.new_stream(sink, batches[0].schema, options=options) as writer:
+        for batch in batches:
+            writer.write(batch)
+    return bytes(sink.getvalue().to_pybytes())
+
+
+def row(**fields: Any) -> pa.RecordBatch:
+    return pa.RecordBatch.from_pylist([fields])
+
+
+NONE = row(n=0).slice(0, 0)
+DOUBLE = pa.RecordBatch.from_pylist([{"n": 1}, {"n": 2}])
+UNREADABLE = arrow(row(n=5, s="abc")).replace(b"abc", b"\xff\xfe\xfd")
+DICTIONARY = row(n=9).append_column("s", pa.array(["d"]).dictionary_encode())
+ARROW_SAMPLES: list[tuple[bytes, Any]] = [
+    (arrow(row(n=1)), 1),
+    (arrow(row(n=-1)), -1),  # its data looks like the mark of a message
+    (arrow(row(n=2, s="x" * 40)), 2),
+    (arrow(row(s="only", other=7)), None),
+    (arrow(row(n=3.0)), 3),
+    (arrow(DICTIONARY), 9),
+    (arrow(row(n=4))[:-8], 4),  # without its end, which Arrow allows
+]
+ARROW_FAULTS: list[tuple[bytes, str]] = [
+    (arrow(NONE), "0 rows"),
+    (arrow(DOUBLE), "2 rows"),
+    (arrow(row(n=1), row(n=2)), "2 rows"),
+    (arrow(row(n=1, s="x" * 4_000), compressed=True), "compressed"),
+    (arrow(row(n=1.5)), "does not fit"),
+    (arrow(row(n=1))[:-20], "does not fit"),
+    (arrow(row(n=1))[:40], "does not fit"),
+    (UNREADABLE, "does not fit"),
+    (b"\xff\xff\xff\xff", "does not fit"),
+    (b"\xff\xff\xff\xff\xff\xff\xff\x7f" + b"\xff\xff\xff\xff\0\0\0\0", "does not fit"),
+    (b"", "does not fit"),
+]
+
+
+@given(st.lists(st.sampled_from([*ARROW_SAMPLES, *ARROW_FAULTS, (b'{"n": 6}', 6)]), max_size=40))
+def test_arrow_payloads_of_any_kind_beside_each_other(chosen: list[tuple[bytes, Any]]) -> None:
+    codec = ["json" if payload.startswith(b"{") else "arrow" for payload, _ in chosen]
+    payloads = pa.array([payload for payload, _ in chosen], pa.binary())
+    values, faults = Decoder(FIELDS).decode(payloads, codec)
+    found = zip(values.to_pylist(), faults.to_pylist(), chosen, strict=True)
+    for value, fault, (_, expected) in found:
+        if isinstance(expected, str):
+            assert value is None
+            assert expected in fault
+        else:
+            assert fault is None, fault
+            assert value["n"] == expected
+
+
+def test_two_rows_in_one_payload_do_not_become_those_of_an_empty_neighbour() -> None:
+    """Joined blindly they would be two rows of two payloads."""
+    _, faults = decoded(arrow(row(n=1), row(n=2)), arrow(NONE), codec="arrow")
+    assert [str(fault).partition(";")[0] for fault in faults] == [
+        "an Arrow payload of 2 rows", "an Arrow payload of 0 rows",
+    ]  # fmt: skip
+
+
+def test_arrow_payloads_are_decoded_by_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S1: not row by row."""
+
+    def alone(self: Decoder, payload: bytes) -> Any:
+        raise AssertionError("a payload was decoded alone")
+
+    monkeypatch.setattr(Decoder, "_arrow_alone", alone)
+    values, faults = decoded(
+        *(arrow(row(n=number, s="x" * (number % 7))) for number in range(500)), codec="arrow"
+    )
+    assert [value["n"] for value in values] == list(range(500))
+    assert set(faults) == {None}
