@@ -77,9 +77,10 @@ class Subscription:
             event = self.at_hand()
             if event is not None:
                 return event
-            received = await self._receive()
             if self.mode == "log":
                 self._mark()
+            received = await self._receive()
+            if self.mode == "log":
                 self._events = iter(received)
             else:
                 self._delivery = received

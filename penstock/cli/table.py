@@ -14,22 +14,35 @@ from penstock.cli.stopping import asked_to_stop
 from penstock.cli.when import DURATION
 
 if TYPE_CHECKING:
-    from penstock.pipelines.lakehouse.warehouse import Warehouse
+    from penstock.pipelines.lakehouse.warehouse import Format, Warehouse
 
 warehouse_option = click.option(
     "--warehouse", "place", required=True, help="Folder or URI of the tables."
 )
 
 
+format_option = click.option(
+    "--format",
+    "table_format",
+    type=click.Choice(["iceberg", "delta", "parquet"]),
+    default="iceberg",
+    show_default=True,
+    help="Format of the warehouse's tables.",
+)
+every_option = click.option(
+    "--every", "every_s", type=DURATION, help="Do it again and again, until Ctrl-C."
+)
+
+
 @click.group("table", cls=Noun)
 def command() -> None:
-    """Let topics be tables, and find the files of tables."""
+    """Let topics be tables, find the files of tables, keep tables small."""
 
 
 @command.command("sync")
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
 @warehouse_option
-@click.option("--every", "every_s", type=DURATION, help="Do it again and again, until Ctrl-C.")
+@every_option
 @click.pass_obj
 def sync(invocation: Invocation, patterns: tuple[str, ...], place: str, every_s: float | None) -> None:  # fmt: skip
     """Bring the Iceberg tables of topics up to the log's sealed segments; all topics by default.
@@ -50,17 +63,43 @@ def sync(invocation: Invocation, patterns: tuple[str, ...], place: str, every_s:
 @command.command("files")
 @click.argument("name")
 @warehouse_option
+@format_option
 @click.pass_obj
-def files(invocation: Invocation, name: str, place: str) -> None:
+def files(invocation: Invocation, name: str, place: str, table_format: Any) -> None:
     """List the Parquet files that a table consists of now, for Spark, DuckDB or pyarrow."""
     from penstock.pipelines.lakehouse.table import unknown_table
     from penstock.pipelines.lakehouse.warehouse import table_files
 
-    with _warehouse(place) as warehouse:
+    with _warehouse(place, table_format) as warehouse:
         if warehouse.table(name).schema() is None:
             raise unknown_table(name, place)
         rows: list[dict[str, Any]] = [{"file": each} for each in table_files(warehouse, name)]
     output.show_rows(invocation, rows, ["file"])
+
+
+@command.command("compact")
+@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@warehouse_option
+@format_option
+@click.option("--mb", type=click.IntRange(1), default=128, show_default=True, help="Size of a file to aim at.")  # fmt: skip
+@click.option("--keep", "keep_s", type=DURATION, default="7d", show_default=True, help="How long what was replaced, and old snapshots, can still be read.")  # fmt: skip
+@every_option
+@click.pass_obj
+def compact(invocation: Invocation, names: tuple[str, ...], place: str, table_format: Any, mb: int, keep_s: float, every_s: float | None) -> None:  # fmt: skip
+    """Put the small files of tables of results together, and delete what no snapshot needs.
+
+    Queries may write to them meanwhile. Tables of topics are left to the log, which merges their files.
+    """
+    from penstock.model.setting import MIB
+    from penstock.pipelines.lakehouse.compaction import compact as compact_table
+
+    with _warehouse(place, table_format) as warehouse, asked_to_stop() as stopped:
+        while True:
+            for name in names:
+                report = compact_table(warehouse, name, target_bytes=mb * MIB, keep_s=keep_s)
+                output.show_record(invocation, msgspec.structs.asdict(report))
+            if every_s is None or stopped.wait(every_s):
+                return
 
 
 def _folder(invocation: Invocation) -> Path:
@@ -73,7 +112,7 @@ def _folder(invocation: Invocation) -> Path:
     return folder
 
 
-def _warehouse(place: str) -> Warehouse:
+def _warehouse(place: str, format: Format = "iceberg") -> Warehouse:
     from penstock.pipelines.lakehouse.warehouse import Warehouse
 
-    return Warehouse(place)
+    return Warehouse(place, format=format)

@@ -56,7 +56,7 @@ class Groups:
         self._readers.clear()
         if group.spec.mode == "log":
             started = self.logs[name] = LogGroup(
-                name, group, engine.log, engine.runtime, engine.intake.write_entries
+                name, group, engine.log, engine.runtime, engine.intake.submit
             )
             return started
         machine = engine.dispatcher.add(name, group.spec, group.fence)

@@ -30,6 +30,8 @@ class LogReader:
         """Where to read on, for each partition held."""
         self._marked: dict[Place, int] = {}
         """Behind what the consumer is through with and did not commit yet."""
+        self._moved: dict[Place, tuple[int, int]] = {}
+        """What was handed out of partitions since a reset moved them: older marks are void."""
         self._revoked: list[Place] = []
         self._turn: deque[Place] = deque()
         self._bell: asyncio.Future[None] | None = None
@@ -41,6 +43,7 @@ class LogReader:
         if place not in self._next:
             self._turn.append(place)
         self._next[place] = offset
+        self._moved.pop(place, None)
         self.ring()
 
     def asked_back(self, places: list[Place]) -> None:
@@ -52,6 +55,7 @@ class LogReader:
         """The group was reset: read on elsewhere, forget what was read."""
         if place in self._next:
             self._next[place] = offset
+            self._moved[place] = (offset, offset)
             self._marked.pop(place, None)
             self._ready = deque(b for b in self._ready if (b.topic, b.partition) != place)
 
@@ -74,9 +78,12 @@ class LogReader:
                 self._give_back()
             if self._ready:
                 batch = self._ready.popleft()
-                if (batch.topic, batch.partition) in self._next:
-                    return batch
-                continue
+                place = (batch.topic, batch.partition)
+                if place not in self._next:
+                    continue
+                if place in self._moved:
+                    self._moved[place] = (self._moved[place][0], batch.end_offset)
+                return batch
             if not await self._read_some():
                 self._bell = asyncio.get_running_loop().create_future()
                 await self._bell
@@ -87,6 +94,7 @@ class LogReader:
             if self._next.pop(place, None) is not None:
                 self._turn.remove(place)
             self._marked.pop(place, None)
+            self._moved.pop(place, None)
         self._group.returned(self, places)
 
     async def _read_some(self) -> bool:
@@ -106,8 +114,14 @@ class LogReader:
         return False
 
     def mark(self, topic: str, partition: int, offset: int) -> None:
-        """The consumer is through with everything before `offset`."""
-        self._marked[topic, partition] = offset
+        """The consumer is through with everything before `offset`.
+
+        A mark for what was read before a reset is void, as what was marked by then is: a commit
+        would undo the reset.
+        """
+        first, last = self._moved.get((topic, partition), (-1, offset))
+        if first < offset <= last:
+            self._marked[topic, partition] = offset
 
     def pending_commit(self) -> list[Entry]:
         """Entries that make what was marked the group's place; raises Fenced when it is not ours."""
@@ -134,9 +148,15 @@ class LogReader:
 
     async def commit(self) -> None:
         """Make what was marked the group's place, durably."""
-        entries = self.pending_commit()
-        if entries:
-            await self._group.write(entries)
+        entries: list[Entry] = []
+
+        def marked(_: object) -> list[Entry]:
+            # Not before it is written: a reset may be on its way too.
+            entries[:] = self.pending_commit()
+            return entries
+
+        if self._marked:
+            await self._group.submit([], when_taken=marked)
             self.committed(entries)
 
     async def close(self) -> None:
@@ -155,13 +175,13 @@ class LogGroup:
         state: GroupState,
         log: EventLog,
         runtime: Runtime,
-        write: Callable[[list[Entry]], Awaitable[None]],
+        submit: Callable[..., Awaitable[object]],
     ) -> None:
         self.name = name
         self.state = state
         self.log = log
         self.runtime = runtime
-        self.write = write
+        self.submit = submit
         self.readers: dict[str, LogReader] = {}
         self.rebalance: Rebalance[Place] = Rebalance(
             sorted(state.cursors),
@@ -192,7 +212,9 @@ class LogGroup:
 
     def reset(self, place: Place, offset: int) -> None:
         """Read a partition from elsewhere; whoever holds it starts over there."""
+        generation = self.rebalance.renew(place)
         for reader in self.readers.values():
+            reader.generation = generation
             reader.moved(place, offset)
             reader.ring()
 

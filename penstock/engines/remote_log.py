@@ -18,6 +18,8 @@ class RemoteLog:
         self.wanted = wanted
         self._channel = channel
         self._marked: dict[tuple[str, int], int] = {}
+        self._ends: dict[tuple[str, int], int] = {}
+        """Where the newest batch of each partition ended."""
         self._stopped: PenstockError | None = None
 
     async def receive(self) -> EventBatch:
@@ -26,7 +28,12 @@ class RemoteLog:
             raise self._stopped
         # No deadline: an empty topic is no fault.
         answer = await self._channel.call(Kind.FETCH, Feed(self.number), again=True, deadline_s=0)
-        return EventBatch.decode(answer.parts[0])
+        batch = EventBatch.decode(answer.parts[0])
+        place = (batch.topic, batch.partition)
+        if self._ends.get(place, batch.base_offset) != batch.base_offset:
+            self._marked.pop(place, None)  # it starts over: what was marked is of before
+        self._ends[place] = batch.end_offset
+        return batch
 
     def mark(self, topic: str, partition: int, offset: int) -> None:
         """The consumer is through with everything before `offset`."""

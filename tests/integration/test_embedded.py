@@ -279,6 +279,49 @@ async def test_a_transaction_whose_partition_is_taken_away_does_not_happen(
         assert {lane.cursor for lane in (await bus.groups.info("g")).lanes} == {0}
 
 
+async def test_a_commit_behind_a_reset_does_not_undo_it(tmp_path, small, monkeypatch) -> None:
+    """Found by the simulator, seed 22: the group went on at the old place after a restart."""
+    async with opened(tmp_path, small) as bus:
+        await bus.publish_many("in", [b"0", b"1", b"2"])
+        async with bus.subscribe("in", group="g", mode="log") as sub:
+            for _ in range(2):
+                await sub.get(timeout_s=5)
+            group = engine(bus).groups.logs["g"]
+            submit = group.submit
+
+            async def overtaken(*args, **more) -> object:
+                await bus.groups.reset("g", "earliest")
+                return await submit(*args, **more)
+
+            monkeypatch.setattr(group, "submit", overtaken)
+            await sub.commit()
+            monkeypatch.undo()
+            await sub.commit()
+    async with opened(tmp_path, small) as bus:
+        assert (await bus.groups.info("g")).lag == 3
+
+
+async def test_a_transaction_behind_a_reset_does_not_happen(tmp_path, small, monkeypatch) -> None:
+    async with opened(tmp_path, small) as bus:
+        await bus.topics.create("out")
+        await bus.publish_many("in", [b"0", b"1"])
+        sub = await bus.subscribe("in", group="g", mode="log").open()
+        await sub.get(timeout_s=5)
+        prepare = engine(bus).intake.prepare
+
+        async def slow(draft) -> int:
+            await bus.groups.reset("g", "latest")
+            return await prepare(draft)
+
+        monkeypatch.setattr(engine(bus).intake, "prepare", slow)
+        with pytest.raises(penstock.Fenced):
+            async with bus.transaction() as tx:
+                tx.publish("out", b"never")
+                tx.commit(sub)
+        assert await read(bus, "out") == []
+        assert (await bus.groups.info("g")).lag == 0
+
+
 def test_what_a_group_does_not_want_never_dies_in_it(world) -> None:
     """Found by the simulator, seed 124: crashes had used up the attempts before the filter's word."""
     here = world(3)

@@ -86,7 +86,7 @@ class IcebergTable:
 
     def schema(self) -> pa.Schema | None:
         table = self.find()
-        return None if table is None else _arrow(table)
+        return None if table is None else columns_of(table)
 
     def files(self) -> list[str]:
         return sorted(plain(each.file_path) for each in data_files(self.load()))
@@ -168,8 +168,8 @@ class IcebergTable:
         table = self.load()
         self._written_with = table.schema().schema_id
         folder = f"{self._batch_folder(table, query, batch)}/{attempt}"
-        schema = _arrow(table)
-        return Layout(folder, schema, _cut(table))
+        schema = columns_of(table)
+        return Layout(folder, schema, cut_of(table))
 
     def has_batch(self, query: str, batch: int) -> bool:
         table = self.find()
@@ -279,7 +279,7 @@ def plain(uri: str) -> str:
     return uri.removeprefix("file://")
 
 
-def _arrow(table: PyTable) -> pa.Schema:
+def columns_of(table: PyTable) -> pa.Schema:
     """Columns with their numbers: files that carry them survive renaming."""
     from pyiceberg.io.pyarrow import schema_to_pyarrow
 
@@ -324,7 +324,8 @@ def _spec(columns: Schema, cut: Cut) -> PartitionSpec:
     )
 
 
-def _cut(table: PyTable) -> Cut:
+def cut_of(table: PyTable) -> Cut:
+    """Which columns cut the table, by the names of its partition fields."""
     names = {
         field.name: table.schema().find_column_name(field.source_id)
         for field in table.spec().fields

@@ -46,6 +46,30 @@ class TestGroupReset(Declared):
                 await nothing(sub, 0.1)
             assert payloads(events) == numbers(6)[6 - rest :]
 
+    async def test_commits(self, bus: penstock.Bus, topic: str, group: str) -> None:
+        """A commit of what was read before a reset does not undo it."""
+        receipt = await bus.publish_many(topic, numbers(6))
+        offsets = [each.offset for each in receipt.ids()]
+        for to, rest in (("earliest", 6), (offsets[1], 5), ("latest", 0)):
+            async with bus.subscribe(topic, group=group, mode="log") as sub:
+                await take(sub, 4)
+                await bus.groups.reset(group, to)
+                await sub.commit()
+            assert (await bus.groups.info(group)).lag == rest
+            async with bus.subscribe(topic, group=group, mode="log") as sub:
+                assert payloads(await take(sub, rest)) == numbers(6)[6 - rest :]
+
+    async def test_commits_go_on(self, bus: penstock.Bus, topic: str, group: str) -> None:
+        """Who was reset while it read goes on from there, and its commits count again."""
+        await bus.publish_many(topic, numbers(4))
+        async with bus.subscribe(topic, group=group, mode="log") as sub:
+            await take(sub, 4)
+            await bus.groups.reset(group, "earliest")
+            await sub.commit()
+            assert payloads(await take(sub, 3)) == numbers(3)
+            await sub.commit()
+            assert (await bus.groups.info(group)).lag == 1
+
     async def test_unsettled(self, bus: penstock.Bus, topic: str, group: str) -> None:
         """A reset to the end forgets what waited for a retry."""
         await bus.publish_many(topic, numbers(3))

@@ -30,6 +30,7 @@ class CursorWatch:
         """The highest commit anybody asked for."""
         self.version = 0
         self.moving = 0
+        self._meanwhile: dict[Place, int] = {}
         self._oracle = oracle
 
     def session(self) -> ReadSession:
@@ -66,6 +67,8 @@ class CursorWatch:
         wanted = {place: at for place, at in session.received.items() if place in held}
         for place, offset in wanted.items():
             self.tried[place] = max(self.tried.get(place, 0), offset)
+            if self.moving:
+                self._meanwhile[place] = max(self._meanwhile.get(place, 0), offset)
         return wanted
 
     def committed(self, session: ReadSession, wanted: dict[Place, int]) -> None:
@@ -82,8 +85,11 @@ class CursorWatch:
             self.forget()
         self.moving = 0
 
-    def forget(self) -> None:
-        """A reset: the group may be anywhere."""
+    def forget(self, places: dict[Place, int] | None = None) -> None:
+        """A reset to these places; None when nobody knows where to."""
         self.version += 1
         self.confirmed.clear()
-        self.tried = dict.fromkeys(self._oracle.ends, 1 << 60)
+        self.tried = dict.fromkeys(self._oracle.ends, 1 << 60) | (places or {})
+        for place, offset in self._meanwhile.items():  # it may have been after the reset
+            self.tried[place] = max(self.tried.get(place, 0), offset)
+        self._meanwhile.clear()

@@ -84,8 +84,10 @@ class Operator:
         if self.world.audit[actor] == "unknown":
             return  # the writer failed: the group may be anywhere until the restart
         if answer is not None:
-            watch.forget()
-            if group.mode == "queue":
+            if group.mode == "log":
+                watch.forget({(each.topic, each.partition): each.cursor for each in answer.lanes})
+            else:
+                watch.forget()
                 watch.floors = {
                     (lane.topic, lane.partition): 0 if to == "earliest" else lane.cursor
                     for lane in answer.lanes

@@ -6,11 +6,15 @@ import json
 import os
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import penstock
 from penstock.cli.app import run
+from penstock.pipelines.lakehouse.files import PartitionWriter
+from penstock.pipelines.lakehouse.table import Cut
+from penstock.pipelines.lakehouse.warehouse import Warehouse
 
 EVENTS = 3_000
 SMALL = {"journal__file_bytes": 1 << 20, "sealing__process": False, "sealing__grace_s": 0.0}
@@ -56,3 +60,27 @@ def test_what_cannot_be_done_is_said(url, more, why, folder, capsys, monkeypatch
     monkeypatch.chdir(folder.parent)
     assert run(["--url", url, "table", *more, "--warehouse", "lake"]) != 0
     assert why in capsys.readouterr().err
+
+
+def test_small_files_of_results_become_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    """S4: `penstock table compact`."""
+    lake = tmp_path / "lake"
+    schema = pa.schema([("n", pa.int64())])
+    with Warehouse(lake) as warehouse:
+        table = warehouse.table("made.here")
+        table.create(schema, Cut.of(schema))
+        for batch in range(3):
+            writer = PartitionWriter(table.layout("q", batch, "a"), "0", {})
+            columns = table.schema()
+            assert columns is not None
+            writer.add(pa.record_batch([pa.array([batch], pa.int64())], schema=columns))
+            table.commit(writer.finish(), "q", batch)
+    words = ["--json", "table"]
+    assert run([*words, "compact", "made.here", "--warehouse", str(lake)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["files_before"], report["files_after"], report["rewritten"]) == (3, 1, 3)
+    assert run([*words, "files", "made.here", "--warehouse", str(lake)]) == 0
+    (file,) = capsys.readouterr().out.splitlines()
+    assert sorted(pq.read_table(json.loads(file)["file"])["n"].to_pylist()) == [0, 1, 2]
+    assert run([*words, "compact", "made.here", "--warehouse", str(lake), "--keep", "1m"]) != 0
+    assert "may be in use" in capsys.readouterr().out
