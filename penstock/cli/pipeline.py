@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +10,8 @@ import click
 from penstock.cli import output
 from penstock.cli.invocation import Invocation, Noun
 from penstock.cli.stopping import asked_to_stop
+from penstock.cli.warehouse_option import open_warehouse, read_toml, warehouse_options
 from penstock.cli.when import DURATION
-from penstock.model.errors import InvalidSettings
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -73,8 +72,7 @@ def list_(invocation: Invocation, folder: str | None) -> None:
 @click.option("--to", help="The bus that results go to. Default: the one that is read.")
 @click.option("--topics", help="Read these topics instead of the pipeline's own.")
 @click.option("--start", help="earliest, latest, a time, how long ago (2h), or offsets as JSON.")
-@click.option("--warehouse", help="Folder or URI of tables; needed for results in a table.")
-@click.option("--format", "table_format", type=click.Choice(["iceberg", "delta", "parquet"]), default="iceberg", show_default=True, help="Format of tables.")  # fmt: skip
+@warehouse_options
 @click.option("--state", default=STATE, show_default=True, help="Folder of checkpoints.")
 @click.option("--once", is_flag=True, help="Stop when everything that is there now is done.")
 @click.option("--for", "for_s", type=DURATION, help="Stop after this long.")
@@ -174,7 +172,6 @@ def _prepared(invocation: Invocation, name: str, said: dict[str, Any]) -> tuple[
 
     check_requirements()
     from penstock.pipelines.discovery import find
-    from penstock.pipelines.lakehouse.warehouse import Warehouse
     from penstock.pipelines.run import Route
 
     made = find(name, said["folder"])  # before Java starts: a wrong name is told at once
@@ -183,9 +180,7 @@ def _prepared(invocation: Invocation, name: str, said: dict[str, Any]) -> tuple[
         "maxEventsPerTrigger": said["max_events"] and str(said["max_events"]),
         "schema": said["schema"],
     }
-    warehouse = None
-    if said["warehouse"] is not None:
-        warehouse = Warehouse(said["warehouse"], format=said["table_format"])
+    warehouse = open_warehouse(said) if said["warehouse"] is not None else None
     route = Route(
         url=invocation.url, to=said["to"], warehouse=warehouse, token=said["token"],
         topics=said["topics"], options={key: each for key, each in options.items() if each},
@@ -201,13 +196,7 @@ def _spark(invocation: Invocation, said: dict[str, Any]) -> SparkSession:
 
 
 def _params(path: str | None, pairs: tuple[str, ...]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    if path is not None:
-        try:
-            found = tomllib.loads(Path(path).read_text())
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise InvalidSettings(f"{path} is no TOML: {error}") from None
-    return found | dict(_pair(text, "--param") for text in pairs)
+    return read_toml(path) | dict(_pair(text, "--param") for text in pairs)
 
 
 def _pair(text: str, option: str) -> tuple[str, str]:

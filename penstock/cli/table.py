@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import msgspec
@@ -11,24 +11,9 @@ import msgspec
 from penstock.cli import output
 from penstock.cli.invocation import Invocation, Noun, folder_of
 from penstock.cli.stopping import asked_to_stop
+from penstock.cli.warehouse_option import open_warehouse, warehouse_options
 from penstock.cli.when import DURATION
 
-if TYPE_CHECKING:
-    from penstock.pipelines.lakehouse.warehouse import Format, Warehouse
-
-warehouse_option = click.option(
-    "--warehouse", "place", required=True, help="Folder or URI of the tables."
-)
-
-
-format_option = click.option(
-    "--format",
-    "table_format",
-    type=click.Choice(["iceberg", "delta", "parquet"]),
-    default="iceberg",
-    show_default=True,
-    help="Format of the warehouse's tables.",
-)
 every_option = click.option(
     "--every", "every_s", type=DURATION, help="Do it again and again, until Ctrl-C."
 )
@@ -41,10 +26,10 @@ def command() -> None:
 
 @command.command("sync")
 @click.argument("patterns", nargs=-1, metavar="[PATTERN]...")
-@warehouse_option
+@warehouse_options
 @every_option
 @click.pass_obj
-def sync(invocation: Invocation, patterns: tuple[str, ...], place: str, every_s: float | None) -> None:  # fmt: skip
+def sync(invocation: Invocation, /, patterns: tuple[str, ...], every_s: float | None, **said: Any) -> None:  # fmt: skip
     """Bring the Iceberg tables of topics up to the log's sealed segments; all topics by default.
 
     Segments join as they are; nothing is written again. Needs the folder of the log, which may be in use.
@@ -52,7 +37,7 @@ def sync(invocation: Invocation, patterns: tuple[str, ...], place: str, every_s:
     from penstock.pipelines.lakehouse.topics import sync_topics
 
     folder = _folder(invocation)
-    with _warehouse(place) as warehouse, asked_to_stop() as stopped:
+    with open_warehouse(said) as warehouse, asked_to_stop() as stopped:
         while True:
             report = sync_topics(folder, warehouse, patterns or "#")
             output.show_record(invocation, msgspec.structs.asdict(report))
@@ -62,30 +47,28 @@ def sync(invocation: Invocation, patterns: tuple[str, ...], place: str, every_s:
 
 @command.command("files")
 @click.argument("name")
-@warehouse_option
-@format_option
+@warehouse_options
 @click.pass_obj
-def files(invocation: Invocation, name: str, place: str, table_format: Any) -> None:
+def files(invocation: Invocation, /, name: str, **said: Any) -> None:
     """List the Parquet files that a table consists of now, for Spark, DuckDB or pyarrow."""
     from penstock.pipelines.lakehouse.table import unknown_table
     from penstock.pipelines.lakehouse.warehouse import table_files
 
-    with _warehouse(place, table_format) as warehouse:
+    with open_warehouse(said) as warehouse:
         if warehouse.table(name).schema() is None:
-            raise unknown_table(name, place)
+            raise unknown_table(name, said["warehouse"])
         rows: list[dict[str, Any]] = [{"file": each} for each in table_files(warehouse, name)]
     output.show_rows(invocation, rows, ["file"])
 
 
 @command.command("compact")
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
-@warehouse_option
-@format_option
+@warehouse_options
 @click.option("--mb", type=click.IntRange(1), default=128, show_default=True, help="Size of a file to aim at.")  # fmt: skip
 @click.option("--keep", "keep_s", type=DURATION, default="7d", show_default=True, help="How long what was replaced, and old snapshots, can still be read.")  # fmt: skip
 @every_option
 @click.pass_obj
-def compact(invocation: Invocation, names: tuple[str, ...], place: str, table_format: Any, mb: int, keep_s: float, every_s: float | None) -> None:  # fmt: skip
+def compact(invocation: Invocation, /, names: tuple[str, ...], mb: int, keep_s: float, every_s: float | None, **said: Any) -> None:  # fmt: skip
     """Put the small files of tables of results together, and delete what no snapshot needs.
 
     Queries may write to them meanwhile. Tables of topics are left to the log, which merges their files.
@@ -93,7 +76,7 @@ def compact(invocation: Invocation, names: tuple[str, ...], place: str, table_fo
     from penstock.model.setting import MIB
     from penstock.pipelines.lakehouse.compaction import compact as compact_table
 
-    with _warehouse(place, table_format) as warehouse, asked_to_stop() as stopped:
+    with open_warehouse(said) as warehouse, asked_to_stop() as stopped:
         while True:
             for name in names:
                 report = compact_table(warehouse, name, target_bytes=mb * MIB, keep_s=keep_s)
@@ -110,9 +93,3 @@ def _folder(invocation: Invocation) -> Path:
             "where the folder is, and give its path as --url"
         )
     return folder
-
-
-def _warehouse(place: str, format: Format = "iceberg") -> Warehouse:
-    from penstock.pipelines.lakehouse.warehouse import Warehouse
-
-    return Warehouse(place, format=format)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from penstock.cli.reference import reference
 from penstock.model import errors
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "cli.md"
-START_LIMIT_S = 0.25
 
 
 def test_the_reference_page_is_the_command_tree():
@@ -31,7 +29,7 @@ def test_every_command_is_documented_and_helps_itself(cli):
         assert root.get_command(None, name) is not None  # type: ignore[arg-type]
 
 
-def test_version_starts_fast_and_loads_no_arrow(cli):
+def test_version_and_help_load_nothing_heavy(cli):
     for words, heavy in (
         (["--version"], ["pyarrow", "numpy", "rich", "asyncio"]),
         (["--help"], ["pyarrow", "numpy", "rich"]),
@@ -41,12 +39,7 @@ def test_version_starts_fast_and_loads_no_arrow(cli):
             [sys.executable, "-c", code], env=cli.env, capture_output=True, check=True
         )
         assert done.stdout.decode().splitlines()[-1] == "[]", words
-    times = []
-    for _ in range(5):
-        began = time.perf_counter()
-        assert cli.ok("--version").text.startswith("penstock ")
-        times.append(time.perf_counter() - began)
-    assert min(times) < START_LIMIT_S
+    assert cli.ok("--version").text.startswith("penstock ")
 
 
 @pytest.fixture(scope="module")
