@@ -1,4 +1,4 @@
-"""The command as a whole: help, errors, exit codes, JSON, start time, completion, its reference."""
+"""The command as a whole: help, errors, exit codes, JSON, completion, its reference."""
 
 from __future__ import annotations
 
