@@ -41,6 +41,7 @@ class Subscription:
         self._delivery: Delivery | None = None
         self._events: Any = iter(())
         self._last: Event | None = None
+        self._epoch = 0
         self._receiving: asyncio.Future[Any] | None = None
 
     async def open(self) -> Self:
@@ -77,11 +78,10 @@ class Subscription:
             event = self.at_hand()
             if event is not None:
                 return event
-            if self.mode == "log":
-                self._mark()
             received = await self._receive()
             if self.mode == "log":
-                self._events = iter(received)
+                self._mark()
+                self._events, self._epoch = iter(received.batch), received.epoch
             else:
                 self._delivery = received
 
@@ -130,8 +130,8 @@ class Subscription:
         if self.mode != "log":
             raise InvalidInput('batches come with mode="log"; a queue leases events one by one')
         while True:
-            batch = await self._receive()
-            self._feed.mark(batch.topic, batch.partition, batch.end_offset)
+            batch, epoch = await self._receive()
+            self._feed.mark(batch.topic, batch.partition, batch.end_offset, epoch)
             yield batch
 
     async def commit(self) -> None:
@@ -152,7 +152,7 @@ class Subscription:
         """Tell the feed which event was handed out last; it could be in the middle of a batch."""
         event, self._last = self._last, None
         if event is not None:
-            self._feed.mark(event.topic, event.partition, event.offset + 1)
+            self._feed.mark(event.topic, event.partition, event.offset + 1, self._epoch)
 
     async def ack(self, events: Iterable[Event]) -> None:
         """Ack many events."""

@@ -252,13 +252,6 @@ class Rebalance(Generic[P]):
             current_generation=self.generation,
         )
 
-    def renew(self, partition: P) -> int:
-        """A partition stays with its holder and starts over: commits of before are fenced."""
-        self.generation += 1
-        if partition in self._holdings:
-            self._holdings[partition].since = self.generation
-        return self.generation
-
     def _known(self, member: str) -> None:
         if member not in self._lease_until_s:
             raise Fenced(

@@ -156,6 +156,9 @@ class Committed(Entry, frozen=True, tag="committed"):
     partition: int
     offset: int
     generation: int
+    epoch: int = -1
+    """How often the group had been set to a place there when it read: a later reset wins. Journals
+    of before it was counted say -1."""
 
 
 class Delayed(Entry, frozen=True, tag="delayed"):

@@ -72,7 +72,7 @@ class DeadLetter(msgspec.Struct):
 class GroupState:
     """One consumer group: its specification and how far it is in each partition."""
 
-    __slots__ = ("cursors", "fence", "generation", "ledgers", "spec")
+    __slots__ = ("cursors", "epochs", "fence", "generation", "ledgers", "spec")
 
     def __init__(self, spec: GroupSpec) -> None:
         self.spec = spec
@@ -82,6 +82,8 @@ class GroupState:
         """Queue mode."""
         self.cursors: dict[Place, int] = {}
         """Log mode: the next offset to read."""
+        self.epochs: dict[Place, int] = {}
+        """Log mode: how often the group was set to a place. Commits of earlier reading are void."""
 
 
 class SessionState:
@@ -163,7 +165,7 @@ class State:
         self.topics.pop(entry.topic, None)
         self.deleted[entry.topic] = entry.ends
         for group in self.groups.values():
-            for places in (group.ledgers, group.cursors):
+            for places in (group.ledgers, group.cursors, group.epochs):
                 for place in [place for place in places if place[0] == entry.topic]:
                     del places[place]
 
@@ -184,6 +186,7 @@ class State:
             return  # deleted before it
         if group.spec.mode == "log":
             group.cursors[place] = entry.offset
+            group.epochs[place] = group.epochs.get(place, 0) + 1
         else:
             group.ledgers[place] = Ledger(entry.offset)
 
@@ -235,8 +238,11 @@ class State:
 
     def _committed(self, entry: Committed) -> None:
         group = self.groups.get(entry.group)
-        if group is not None and (entry.topic, entry.partition) in group.cursors:
-            group.cursors[entry.topic, entry.partition] = entry.offset
+        place = (entry.topic, entry.partition)
+        if group is None or place not in group.cursors:
+            return
+        if entry.epoch in (-1, group.epochs.get(place, 0)):
+            group.cursors[place] = entry.offset
             group.generation = max(group.generation, entry.generation)
 
     def _delayed(self, entry: Delayed) -> None:
@@ -300,7 +306,7 @@ def pieces_of(state: State, as_of: int) -> list[Piece]:
     pieces = [Piece(TOPICS, "", 0, as_of, _encode((state.topics, state.deleted)))]
     for name, group in state.groups.items():
         head = (group.spec, group.fence, group.generation)
-        cursors = [(topic, partition, at) for (topic, partition), at in group.cursors.items()]
+        cursors = [(*place, at, group.epochs.get(place, 0)) for place, at in group.cursors.items()]
         pieces.append(Piece(GROUP, name, 0, as_of, _encode((head, cursors))))
         for (topic, partition), ledger in group.ledgers.items():
             body = _encode((topic, ledger.dump()))
@@ -338,11 +344,13 @@ def _load(state: State, piece: Piece) -> None:
         )
     elif piece.kind == GROUP:
         (spec, fence, generation), cursors = decode(
-            piece.body, type=tuple[tuple[GroupSpec, int, int], list[tuple[str, int, int]]]
+            piece.body, type=tuple[tuple[GroupSpec, int, int], list[list[Any]]]
         )
         group = state.groups[piece.key] = GroupState(spec)
         group.fence, group.generation = fence, generation
-        group.cursors = {(topic, partition): at for topic, partition, at in cursors}
+        for topic, partition, at, *epoch in cursors:  # older snapshots have no epochs
+            group.cursors[topic, partition] = at
+            group.epochs[topic, partition] = epoch[0] if epoch else 0
     elif piece.kind == LANE:
         topic, numbers = decode(piece.body, type=tuple[str, list[int]])
         state.groups[piece.key].ledgers[topic, piece.partition] = Ledger.load(numbers)

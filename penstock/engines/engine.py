@@ -8,7 +8,7 @@ with Unsupported.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -132,19 +132,30 @@ class QueueFeed(Protocol):
         ...
 
 
+class Handed(NamedTuple):
+    """A batch in the hands of a log group's member."""
+
+    batch: EventBatch
+    epoch: int
+    """Between which resets of the group it was read."""
+
+
 class LogFeed(Protocol):
     """Batches in order for one member of a log group."""
 
-    async def receive(self) -> EventBatch:
+    async def receive(self) -> Handed:
         """Wait for the next batch."""
         ...
 
-    def mark(self, topic: str, partition: int, offset: int) -> None:
-        """The consumer is through with everything before `offset`."""
+    def mark(self, topic: str, partition: int, offset: int, epoch: int) -> None:
+        """The consumer is through with everything before `offset`, as handed out in an epoch."""
         ...
 
     async def commit(self) -> None:
-        """Make what was marked the group's place; raises Fenced when it is not ours."""
+        """Make what was marked the group's place; raises Fenced when it is not ours.
+
+        What was read before a reset is left out: a commit does not undo it.
+        """
         ...
 
     async def close(self) -> None:

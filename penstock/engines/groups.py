@@ -56,7 +56,7 @@ class Groups:
         self._readers.clear()
         if group.spec.mode == "log":
             started = self.logs[name] = LogGroup(
-                name, group, engine.log, engine.runtime, engine.intake.submit
+                name, group, engine.log, engine.runtime, engine.intake.write_entries
             )
             return started
         machine = engine.dispatcher.add(name, group.spec, group.fence)
@@ -295,7 +295,6 @@ class Groups:
             for place, offset in offsets.items():
                 written.append(LaneSet(name, *place, offset))
                 if log is not None:
-                    log.state.cursors[place] = offset
                     log.reset(place, offset)
                 elif machine is not None:
                     reset(machine, machine.lanes[place], offset)

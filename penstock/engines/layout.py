@@ -146,7 +146,8 @@ class Layout:
             except PenstockError as error:
                 if laid:
                     raise  # its events have their offsets
-                submission.future.set_exception(error)
+                if not submission.future.done():  # its caller may have given up
+                    submission.future.set_exception(error)
                 return
         for entry in entries:
             self._fold.state.apply_live(entry)  # type: ignore[arg-type]

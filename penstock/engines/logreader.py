@@ -9,11 +9,12 @@ from collections.abc import Awaitable, Callable
 from penstock.core.assignment import Changes, Rebalance
 from penstock.core.entry import Committed, Entry
 from penstock.core.state import GroupState, Place
+from penstock.engines.engine import Handed
 from penstock.engines.reading import READ_EVENTS, load
 from penstock.engines.runtime import Runtime
 from penstock.log.eventlog import EventLog
 from penstock.model.batch import EventBatch
-from penstock.model.errors import BusClosed, PenstockError
+from penstock.model.errors import BusClosed, Fenced, PenstockError
 
 # How long a member may sit on a partition that another is to take over.
 REVOKE_S = 30.0
@@ -28,22 +29,21 @@ class LogReader:
         self._group = group
         self._next: dict[Place, int] = {}
         """Where to read on, for each partition held."""
-        self._marked: dict[Place, int] = {}
-        """Behind what the consumer is through with and did not commit yet."""
-        self._moved: dict[Place, tuple[int, int]] = {}
-        """What was handed out of partitions since a reset moved them: older marks are void."""
+        self._marked: dict[Place, tuple[int, int]] = {}
+        """Behind what the consumer is through with and did not commit yet, and the epoch of that."""
         self._revoked: list[Place] = []
         self._turn: deque[Place] = deque()
         self._bell: asyncio.Future[None] | None = None
-        self._ready: deque[EventBatch] = deque()
+        self._ready: deque[Handed] = deque()
         self._stopped: PenstockError | None = None
 
     def granted(self, place: Place, offset: int) -> None:
         """Read a partition from `offset`."""
         if place not in self._next:
             self._turn.append(place)
-        self._next[place] = offset
-        self._moved.pop(place, None)
+        # It may have been taken and given again before the consumer came to give it back.
+        self._revoked = [each for each in self._revoked if each != place]
+        self._start_at(place, offset)
         self.ring()
 
     def asked_back(self, places: list[Place]) -> None:
@@ -52,12 +52,13 @@ class LogReader:
         self.ring()
 
     def moved(self, place: Place, offset: int) -> None:
-        """The group was reset: read on elsewhere, forget what was read."""
+        """The group was reset: read on elsewhere. Marks of before are void by their epoch."""
         if place in self._next:
-            self._next[place] = offset
-            self._moved[place] = (offset, offset)
-            self._marked.pop(place, None)
-            self._ready = deque(b for b in self._ready if (b.topic, b.partition) != place)
+            self._start_at(place, offset)
+
+    def _start_at(self, place: Place, offset: int) -> None:
+        self._next[place] = offset
+        self._ready = deque(each for each in self._ready if _place(each.batch) != place)
 
     def ring(self) -> None:
         """There may be something to read."""
@@ -69,7 +70,7 @@ class LogReader:
         self._stopped = error
         self.ring()
 
-    async def receive(self) -> EventBatch:
+    async def receive(self) -> Handed:
         """Wait for the next batch of any partition held."""
         while True:
             if self._stopped is not None:
@@ -77,13 +78,10 @@ class LogReader:
             if self._revoked:
                 self._give_back()
             if self._ready:
-                batch = self._ready.popleft()
-                place = (batch.topic, batch.partition)
-                if place not in self._next:
-                    continue
-                if place in self._moved:
-                    self._moved[place] = (self._moved[place][0], batch.end_offset)
-                return batch
+                handed = self._ready.popleft()
+                if _place(handed.batch) in self._next:
+                    return handed
+                continue
             if not await self._read_some():
                 self._bell = asyncio.get_running_loop().create_future()
                 await self._bell
@@ -94,7 +92,6 @@ class LogReader:
             if self._next.pop(place, None) is not None:
                 self._turn.remove(place)
             self._marked.pop(place, None)
-            self._moved.pop(place, None)
         self._group.returned(self, places)
 
     async def _read_some(self) -> bool:
@@ -109,27 +106,28 @@ class LogReader:
             if not batches:
                 continue
             self._next[place] = batches[-1].end_offset
-            self._ready += batches
+            epoch = self.epoch(*place)
+            self._ready += [Handed(batch, epoch) for batch in batches]
             return True
         return False
 
-    def mark(self, topic: str, partition: int, offset: int) -> None:
-        """The consumer is through with everything before `offset`.
+    def mark(self, topic: str, partition: int, offset: int, epoch: int) -> None:
+        """The consumer is through with everything before `offset`, as handed out in an epoch."""
+        _, newest = self._marked.get((topic, partition), (0, 0))
+        if epoch >= newest:
+            self._marked[topic, partition] = (offset, epoch)
 
-        A mark for what was read before a reset is void, as what was marked by then is: a commit
-        would undo the reset.
-        """
-        first, last = self._moved.get((topic, partition), (-1, offset))
-        if first < offset <= last:
-            self._marked[topic, partition] = offset
+    def epoch(self, topic: str, partition: int) -> int:
+        """The newest epoch of a partition, for marks that name none."""
+        return self._group.state.epochs.get((topic, partition), 0)
 
     def pending_commit(self) -> list[Entry]:
         """Entries that make what was marked the group's place; raises Fenced when it is not ours."""
         group = self._group
         entries: list[Entry] = []
-        for (topic, partition), offset in self._marked.items():
-            group.rebalance.check(self.member, (topic, partition), self.generation)
-            entries.append(Committed(group.name, topic, partition, offset, self.generation))
+        for place, (offset, epoch) in self._marked.items():
+            group.rebalance.check(self.member, place, self.generation)
+            entries.append(Committed(group.name, *place, offset, self.generation, epoch))
         return entries
 
     def check_commit(self, entries: list[Entry]) -> None:
@@ -138,25 +136,30 @@ class LogReader:
             assert isinstance(entry, Committed)
             place = (entry.topic, entry.partition)
             self._group.rebalance.check(self.member, place, entry.generation)
+            if entry.epoch != self.epoch(*place):
+                self._marked.pop(
+                    place, None
+                )  # said once: the next one is of what is read from now on
+                raise Fenced(
+                    f"group {self._group.name!r} was reset after {place} was read; nothing of this "
+                    "happened. Read on: events come from where it was set to",
+                    group=self._group.name,
+                    partition=place,
+                )
 
     def committed(self, entries: list[Entry]) -> None:
         """These are committed; what was marked meanwhile is not."""
         for entry in entries:
             assert isinstance(entry, Committed)
-            if self._marked.get((entry.topic, entry.partition)) == entry.offset:
-                del self._marked[entry.topic, entry.partition]
+            place = (entry.topic, entry.partition)
+            if self._marked.get(place) == (entry.offset, entry.epoch):
+                del self._marked[place]
 
     async def commit(self) -> None:
         """Make what was marked the group's place, durably."""
-        entries: list[Entry] = []
-
-        def marked(_: object) -> list[Entry]:
-            # Not before it is written: a reset may be on its way too.
-            entries[:] = self.pending_commit()
-            return entries
-
-        if self._marked:
-            await self._group.submit([], when_taken=marked)
+        entries = self.pending_commit()
+        if entries:
+            await self._group.write(entries)
             self.committed(entries)
 
     async def close(self) -> None:
@@ -164,6 +167,10 @@ class LogReader:
         if self._stopped is None:
             self.stop(BusClosed("the subscription is closed; subscribe again"))
             self._group.left(self)
+
+
+def _place(batch: EventBatch) -> Place:
+    return batch.topic, batch.partition
 
 
 class LogGroup:
@@ -175,13 +182,13 @@ class LogGroup:
         state: GroupState,
         log: EventLog,
         runtime: Runtime,
-        submit: Callable[..., Awaitable[object]],
+        write: Callable[[list[Entry]], Awaitable[None]],
     ) -> None:
         self.name = name
         self.state = state
         self.log = log
         self.runtime = runtime
-        self.submit = submit
+        self.write = write
         self.readers: dict[str, LogReader] = {}
         self.rebalance: Rebalance[Place] = Rebalance(
             sorted(state.cursors),
@@ -212,9 +219,7 @@ class LogGroup:
 
     def reset(self, place: Place, offset: int) -> None:
         """Read a partition from elsewhere; whoever holds it starts over there."""
-        generation = self.rebalance.renew(place)
         for reader in self.readers.values():
-            reader.generation = generation
             reader.moved(place, offset)
             reader.ring()
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from penstock.engines.channel import Channel
-from penstock.engines.engine import Subscribe
+from penstock.engines.engine import Handed, Subscribe
 from penstock.model.batch import EventBatch
 from penstock.model.errors import BusClosed, PenstockError
 from penstock.wire.frame import Kind
-from penstock.wire.message import Commit, Feed
+from penstock.wire.message import Commit, Feed, Fetched, decode
 
 
 class RemoteLog:
@@ -17,37 +17,30 @@ class RemoteLog:
         self.number = number
         self.wanted = wanted
         self._channel = channel
-        self._marked: dict[tuple[str, int], int] = {}
-        self._ends: dict[tuple[str, int], int] = {}
-        """Where the newest batch of each partition ended."""
+        self._marked: dict[tuple[str, int], tuple[int, int]] = {}
         self._stopped: PenstockError | None = None
 
-    async def receive(self) -> EventBatch:
+    async def receive(self) -> Handed:
         """Wait for the next batch."""
         if self._stopped is not None:
             raise self._stopped
         # No deadline: an empty topic is no fault.
         answer = await self._channel.call(Kind.FETCH, Feed(self.number), again=True, deadline_s=0)
-        batch = EventBatch.decode(answer.parts[0])
-        place = (batch.topic, batch.partition)
-        if self._ends.get(place, batch.base_offset) != batch.base_offset:
-            self._marked.pop(place, None)  # it starts over: what was marked is of before
-        self._ends[place] = batch.end_offset
-        return batch
+        return Handed(EventBatch.decode(answer.parts[0]), decode(answer.meta, Fetched).epoch)
 
-    def mark(self, topic: str, partition: int, offset: int) -> None:
-        """The consumer is through with everything before `offset`."""
-        self._marked[topic, partition] = offset
+    def mark(self, topic: str, partition: int, offset: int, epoch: int) -> None:
+        """The consumer is through with everything before `offset`, as handed out in an epoch."""
+        self._marked[topic, partition] = (offset, epoch)
 
     def pending(self) -> Commit:
         """What was marked and is not committed, as a message."""
-        marks = [(topic, partition, at) for (topic, partition), at in self._marked.items()]
-        return Commit(self.number, marks)
+        marks = [(*place, offset) for place, (offset, _) in self._marked.items()]
+        return Commit(self.number, marks, [epoch for _, epoch in self._marked.values()])
 
     def committed(self, commit: Commit) -> None:
         """These are committed; what was marked meanwhile is not."""
-        for topic, partition, offset in commit.marks:
-            if self._marked.get((topic, partition)) == offset:
+        for (topic, partition, offset), epoch in zip(commit.marks, commit.epochs, strict=True):
+            if self._marked.get((topic, partition)) == (offset, epoch):
                 del self._marked[topic, partition]
 
     async def commit(self) -> None:

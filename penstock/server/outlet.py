@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, Any
 from penstock.bus import tracing
 from penstock.core.delivery import MAX_LEASE_EVENTS
 from penstock.core.lease import OUT
-from penstock.engines.engine import LogFeed
+from penstock.engines.engine import Handed
 from penstock.engines.engine import Subscribe as Wanted
 from penstock.engines.handle import Inbox, LeasedBatch
 from penstock.engines.logreader import LogReader
-from penstock.model.batch import EventBatch
-from penstock.model.errors import DeliveryError, LeaseExpired, PenstockError
+from penstock.model.errors import DeliveryError, InvalidInput, LeaseExpired, PenstockError
 from penstock.server.inbound import check_span
 from penstock.wire.fault import to_fault
 from penstock.wire.frame import Frame, Kind
-from penstock.wire.message import Deliver, Feed, Held, Refused, Settlement, encode
+from penstock.wire.message import Commit, Deliver, Feed, Held, Refused, Settlement, encode
 
 if TYPE_CHECKING:
     from penstock.server.session import Session
@@ -182,10 +181,10 @@ class LogOutlet:
 
     def __init__(self, wanted: Wanted, reader: LogReader) -> None:
         self.wanted = wanted
-        self.reader: LogFeed = reader
-        self._fetching: asyncio.Task[EventBatch] | None = None
+        self.reader = reader
+        self._fetching: asyncio.Task[Handed] | None = None
 
-    async def fetch(self) -> EventBatch:
+    async def fetch(self) -> Handed:
         """The next batch. A fetch that was given up is taken up by the next one."""
         if self._fetching is None:
             self._fetching = asyncio.create_task(self._receive())
@@ -195,13 +194,20 @@ class LogOutlet:
             if self._fetching is not None and self._fetching.done():
                 self._fetching = None
 
-    async def _receive(self) -> EventBatch:
+    async def _receive(self) -> Handed:
         return await self.reader.receive()
 
-    def mark(self, marks: list[tuple[str, int, int]]) -> None:
+    def mark(self, commit: Commit) -> None:
         """The client is through with everything before these offsets."""
-        for topic, partition, offset in marks:
-            self.reader.mark(topic, partition, offset)
+        epochs = commit.epochs or [
+            self.reader.epoch(topic, partition) for topic, partition, _ in commit.marks
+        ]
+        if len(epochs) != len(commit.marks):
+            raise InvalidInput(
+                f"a commit has {len(epochs)} epochs for {len(commit.marks)} marks; nothing happened"
+            )
+        for (topic, partition, offset), epoch in zip(commit.marks, epochs, strict=True):
+            self.reader.mark(topic, partition, offset, epoch)
 
     async def leave(self) -> None:
         """Leave the group, in this turn of the loop."""

@@ -352,15 +352,16 @@ class Session:
     async def _fetch(self, frame: Frame) -> Frame:
         feed = decode(frame.meta, say.Feed).feed
         await self._opened(feed)
-        batch = await self.log_outlet(feed).fetch()
+        batch, epoch = await self.log_outlet(feed).fetch()
         self._broker.delivered(batch, batch.count, 1)
-        return Frame(Kind.RESULT, frame.request, b"", (batch.encode(),))
+        meta = encode(say.Fetched(epoch))
+        return Frame(Kind.RESULT, frame.request, meta, (batch.encode(),))
 
     async def _commit(self, frame: Frame) -> Frame:
         commit = decode(frame.meta, say.Commit)
         await self._opened(commit.feed)
         outlet = self.log_outlet(commit.feed)
-        outlet.mark(commit.marks)
+        outlet.mark(commit)
         await outlet.reader.commit()
         return Frame(Kind.RESULT, frame.request, b"")
 

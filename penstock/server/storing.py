@@ -184,7 +184,7 @@ class Storing:
         )
         for cursor in wish.cursors:
             outlet = self._session.log_outlet(cursor.feed)
-            outlet.mark(cursor.marks)
+            outlet.mark(cursor)
             transaction.cursors.append(outlet.reader)
 
         def note(taken: list[Receipt]) -> Entry:

@@ -192,6 +192,15 @@ class Commit(Message, frozen=True):
 
     feed: int
     marks: list[tuple[str, int, int]] = []
+    epochs: list[int] = []
+    """Of the batches that the marks are about, in their order. None: of the newest ones."""
+
+
+class Fetched(Message, frozen=True):
+    """What goes with the batch of a log feed."""
+
+    epoch: int = 0
+    """Grows when the group is reset. A commit names it, for a commit of earlier reading is void."""
 
 
 class Transact(Message, frozen=True):

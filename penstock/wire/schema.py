@@ -105,6 +105,7 @@ class Result(say.Message, frozen=True):
     events: list[EventItem] = []
     adopted: dict[int, list[int]] = {}
     key_known: bool = False
+    epoch: int = 0
 
 
 class Schema:

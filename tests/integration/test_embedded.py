@@ -10,6 +10,7 @@ import random
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -287,18 +288,78 @@ async def test_a_commit_behind_a_reset_does_not_undo_it(tmp_path, small, monkeyp
             for _ in range(2):
                 await sub.get(timeout_s=5)
             group = engine(bus).groups.logs["g"]
-            submit = group.submit
+            write = group.write
 
-            async def overtaken(*args, **more) -> object:
+            async def overtaken(entries) -> None:
                 await bus.groups.reset("g", "earliest")
-                return await submit(*args, **more)
+                await write(entries)
 
-            monkeypatch.setattr(group, "submit", overtaken)
+            monkeypatch.setattr(group, "write", overtaken)
             await sub.commit()
             monkeypatch.undo()
             await sub.commit()
     async with opened(tmp_path, small) as bus:
         assert (await bus.groups.info("g")).lag == 3
+
+
+async def test_a_commit_is_of_what_was_handed_out_when_it_was_called(tmp_path, small) -> None:
+    """What is handed out while it waits is not processed yet."""
+    async with opened(tmp_path, small) as bus:
+        await bus.publish("in", b"0")
+        async with bus.subscribe("in", group="g", mode="log") as sub:
+            batches = sub.batches()
+            await anext(batches)
+            await bus.publish("in", b"1")
+            commit = asyncio.create_task(sub.commit())
+            await anext(batches)
+            await commit
+            assert (await bus.groups.info("g")).lag == 1
+
+
+async def test_a_partition_that_comes_back_is_read_and_brings_no_old_commit(
+    tmp_path, small, monkeypatch
+) -> None:
+    """It was taken by force from a slow member, reset meanwhile, and given to it again."""
+    async with opened(tmp_path, small) as bus:
+        await bus.topics.create("in", partitions=2)
+        for partition in (0, 1):
+            for number in range(3):
+                await bus.publish("in", str(number).encode(), partition=partition)
+        slow = await bus.subscribe("in", group="g", mode="log").open()
+        for _ in range(6):
+            await slow.get(timeout_s=5)
+        other = await bus.subscribe("in", group="g", mode="log").open()
+        group = engine(bus).groups.logs["g"]
+        later_s = engine(bus).runtime.now() + 31
+        monkeypatch.setattr(group, "runtime", SimpleNamespace(now=lambda: later_s))
+        group._tick()
+        monkeypatch.undo()
+        await bus.groups.reset("g", "earliest")
+        await other.close()
+        await slow.commit()
+        assert (await bus.groups.info("g")).lag == 6
+        again = [await slow.get(timeout_s=5) for _ in range(6)]
+        assert sorted((event.partition, event.payload) for event in again if event) == [
+            (partition, str(number).encode()) for partition in (0, 1) for number in range(3)
+        ]
+        await slow.commit()
+        assert (await bus.groups.info("g")).lag == 0
+
+
+async def test_a_reset_that_was_given_up_and_fails_does_no_harm(
+    tmp_path, small, monkeypatch
+) -> None:
+    """Found by the simulator, seed 166: an error for nobody stopped the commit loop."""
+    async with opened(tmp_path, small) as bus:
+        await bus.publish("in", b"0")
+
+        def refuses(_) -> list[Any]:
+            call.cancel()
+            raise penstock.Fenced("too late")
+
+        call = asyncio.create_task(engine(bus).intake.submit([], when_taken=refuses))
+        await asyncio.gather(call, return_exceptions=True)
+        await bus.publish("in", b"1")
 
 
 async def test_a_transaction_behind_a_reset_does_not_happen(tmp_path, small, monkeypatch) -> None:
@@ -320,6 +381,22 @@ async def test_a_transaction_behind_a_reset_does_not_happen(tmp_path, small, mon
                 tx.commit(sub)
         assert await read(bus, "out") == []
         assert (await bus.groups.info("g")).lag == 0
+
+
+async def test_a_transaction_that_begins_after_a_reset_is_told_once(tmp_path, small) -> None:
+    async with opened(tmp_path, small) as bus:
+        await bus.topics.create("out")
+        await bus.publish_many("in", [b"0", b"1"])
+        sub = await bus.subscribe("in", group="g", mode="log").open()
+        await sub.get(timeout_s=5)
+        await bus.groups.reset("g", "earliest")
+        for told in (True, False):
+            with pytest.raises(penstock.Fenced) if told else contextlib.nullcontext():
+                async with bus.transaction() as tx:
+                    tx.publish("out", b"of what was read")
+                    tx.commit(sub)
+        assert len(await read(bus, "out")) == 1
+        assert (await bus.groups.info("g")).lag == 2
 
 
 def test_what_a_group_does_not_want_never_dies_in_it(world) -> None:

@@ -166,16 +166,6 @@ def test_a_topic_that_grows_or_goes() -> None:
         group.check("a", "t0", 4)
 
 
-def test_a_partition_that_starts_over_fences_earlier_commits_only() -> None:
-    group: Rebalance[str] = Rebalance(["a", "b"], "range", 10.0)
-    before = group.join("one", 0.0).generation
-    assert group.renew("a") == before + 1
-    with pytest.raises(Fenced):
-        group.check("one", "a", before)
-    group.check("one", "a", before + 1)
-    group.check("one", "b", before)
-
-
 def test_generations_go_on_after_a_restart() -> None:
     group: Rebalance[int] = Rebalance([0], generation=41)
     assert group.join("a", 0.0).generation == 42

@@ -243,7 +243,7 @@ class Reader:
                 await asyncio.sleep(1.0)
 
     async def _commit(self, sub: Subscription, session: Any, member: str) -> None:
-        wanted = self.watch.committing(session, set(sub.cursor()._marked))  # type: ignore[attr-defined]
+        wanted = self.watch.committing(session, self._countable(sub.cursor()))
         try:
             if self.rng.random() < 0.3:
                 await self._commit_in_transaction(sub, wanted)
@@ -256,6 +256,11 @@ class Reader:
             return
         self.watch.committed(session, wanted)
         self.oracle.note("commit", f"{member} {sorted(wanted.items())}")
+
+    def _countable(self, feed: Any) -> set[tuple[str, int]]:
+        """The partitions whose marks are not of before a reset: those of before are void."""
+        epochs = self.world.engine.state.groups[self.group.name].epochs
+        return {place for place, (_, epoch) in feed._marked.items() if epoch == epochs.get(place)}
 
     async def _commit_in_transaction(self, sub: Subscription, wanted: dict[Any, int]) -> None:
         deal = Deal()
