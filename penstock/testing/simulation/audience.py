@@ -42,6 +42,8 @@ class Checks:
             await self._read_topic(topic, everything=thorough)
         self.oracle.resolve()
         self.newly_absent = [sent for sent in before if sent.status != STORED]
+        for watch in self.world.watches.values():
+            watch.recovered()
         self.oracle.note("recovered")
 
     async def _glance(self, topic: str) -> None:

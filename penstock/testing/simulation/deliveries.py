@@ -96,6 +96,8 @@ class GroupWatch:
         """The disk was full in this life: acks had to wait."""
         self.tracks: dict[At, Track] = {}
         self.floors: dict[tuple[str, int], int] = {}
+        self.unplaced = False
+        """Nobody knows the floors: the last life ended during a reset."""
         self.members: dict[str, float] = {}
         self.touched: set[At] = set()
         """Events that operators gave back, purged or took away: out of their order."""
@@ -249,8 +251,14 @@ class GroupWatch:
         self._unflushed = []
         if self.moving:  # a reset with an unknown outcome: only what comes now can be judged
             self.forget()
-            self.floors = dict(self._oracle.ends)
+            self.unplaced = True
         self.moving = 0
+
+    def recovered(self) -> None:
+        """What the log holds was read: a reset of unknown outcome was to some place before its end."""
+        if self.unplaced:
+            self.floors = dict(self._oracle.ends)
+            self.unplaced = False
 
     def ended(self, *, polite: bool) -> None:
         """A life is over: after a crash, settles of the last moment may be lost, older ones not."""
