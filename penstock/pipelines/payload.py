@@ -24,6 +24,8 @@ from penstock.pipelines.arrow_payload import alike, read_alike
 
 MAX_REASON_CHARS = 200
 ARROW = "arrow"
+FEW = 8  # are looked at one by one
+_OBJECT = r"(?s)^\s*\{.*\}\s*$"
 
 
 class Decoder:
@@ -47,7 +49,7 @@ class Decoder:
         """Values, null where a payload does not fit, and the reasons."""
         arrow = np.asarray(codec, dtype=np.str_) == ARROW
         clean = [*self._arrow_parts(payloads, arrow), *self._json_parts(payloads, ~arrow)]
-        if len(clean) == 1 and len(clean[0][1]) == len(payloads):
+        if len(clean) == 1 and len(clean[0][0]) == len(payloads):
             return clean[0][1], pa.nulls(len(payloads), pa.string())
         return self._one_by_one(payloads, clean, arrow)
 
@@ -56,7 +58,9 @@ class Decoder:
         if not len(places):
             return
         for group, head in alike(payloads.take(pa.array(places))):
-            yield from _halved(payloads, places[group], partial(self._streams, head))
+            ends = payloads.take(pa.array(places[group][[0, -1]]))
+            if any(self._streams(head, ends.slice(at, 1)) is not None for at in (0, 1)):
+                yield from _halved(payloads, places[group], partial(self._streams, head))
 
     def _json_parts(self, payloads: pa.Array, chosen: Any) -> Iterator[tuple[Any, pa.Array]]:
         places = np.flatnonzero(chosen)
@@ -116,9 +120,15 @@ class Decoder:
         return all(_plausible(found.get(each.name), each.type) for each in self.fields)
 
     def _lines(self, payloads: pa.Array) -> pa.Array | None:
-        """All payloads at once; None when one of them does not fit or is not one line."""
+        """All payloads at once; None when one of them does not fit or is not one object.
+
+        Each begins and ends like an object, so none has less than one; all together have as many
+        as there are payloads, so none has more.
+        """
         if not len(payloads):
             return pa.array([], self.fields)
+        if not _are_objects(payloads):
+            return None
         try:
             joined = pc.binary_join(
                 pa.ListArray.from_arrays([0, len(payloads)], payloads.cast(pa.binary())), b"\n"
@@ -161,16 +171,25 @@ class Decoder:
         return pa.StructArray.from_arrays(columns, fields=list(self.fields))
 
 
+def _are_objects(payloads: pa.Array) -> bool:
+    """Whether each begins and ends like a JSON object, white space aside."""
+    bare = pc.and_(pc.starts_with(payloads, b"{"), pc.ends_with(payloads, b"}"))
+    if pc.all(bare).as_py():
+        return True
+    return bool(pc.all(pc.match_substring_regex(payloads, _OBJECT)).as_py())
+
+
 def _halved(
     payloads: pa.Array, places: Any, parse: Callable[[pa.Array], pa.Array | None]
 ) -> Iterator[tuple[Any, pa.Array]]:
-    """Parse these; where the parser refuses, each half alone, and a single one not at all."""
+    """Parse these; where the parser refuses, each half alone, and few not at all."""
     if not len(places):
         return
     values = parse(payloads.take(pa.array(places)))
     if values is not None:
+        assert len(values) == len(places)
         yield places, values
-    elif len(places) > 1:
+    elif len(places) > FEW:
         middle = len(places) // 2
         yield from _halved(payloads, places[:middle], parse)
         yield from _halved(payloads, places[middle:], parse)

@@ -120,10 +120,14 @@ def row(**fields: Any) -> pa.RecordBatch:
     return pa.RecordBatch.from_pylist([fields])
 
 
+SCHEMA_OF_N = row(n=0).schema.serialize().to_pybytes()
 NONE = row(n=0).slice(0, 0)
 DOUBLE = pa.RecordBatch.from_pylist([{"n": 1}, {"n": 2}])
 UNREADABLE = arrow(row(n=5, s="abc")).replace(b"abc", b"\xff\xfe\xfd")
 DICTIONARY = row(n=9).append_column("s", pa.array(["d"]).dictionary_encode())
+MADE_UP = (  # states that its metadata has one byte: everything else would look like it
+    SCHEMA_OF_N + b"\xff\xff\xff\xff\x01\0\0\0" + bytes(8) + b"\xff\xff\xff\xff\0\0\0\0"
+)  # fmt: skip
 ARROW_SAMPLES: list[tuple[bytes, Any]] = [
     (arrow(row(n=1)), 1),
     (arrow(row(n=-1)), -1),  # its data looks like the mark of a message
@@ -135,6 +139,8 @@ ARROW_SAMPLES: list[tuple[bytes, Any]] = [
 ]
 ARROW_FAULTS: list[tuple[bytes, str]] = [
     (arrow(NONE), "0 rows"),
+    (codecs.get("arrow").encode(pa.table({"n": pa.array([], pa.int64())})), "0 rows"),
+    (MADE_UP, "does not fit"),
     (arrow(DOUBLE), "2 rows"),
     (arrow(row(n=1), row(n=2)), "2 rows"),
     (arrow(row(n=1, s="x" * 4_000), compressed=True), "compressed"),
@@ -183,3 +189,40 @@ def test_arrow_payloads_are_decoded_by_the_batch(monkeypatch: pytest.MonkeyPatch
     )
     assert [value["n"] for value in values] == list(range(500))
     assert set(faults) == {None}
+
+
+@pytest.mark.parametrize("small", [pa.int32(), pa.int64()])
+def test_metadata_that_somebody_made_up_does_not_shift_the_others(small: pa.DataType) -> None:
+    one = arrow(pa.record_batch({"n": pa.array([7], small)}))
+    two = arrow(pa.record_batch({"n": pa.array([8, 9], small)}))
+    schema = pa.schema([("n", small)]).serialize().to_pybytes()
+    odd = schema + MADE_UP[len(SCHEMA_OF_N) :]
+    values, faults = decoded(odd, one, two, odd, codec="arrow")
+    assert [value and value["n"] for value in values] == [None, 7, None, None]
+    assert [fault is None for fault in faults] == [False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    "payloads",
+    [
+        [b'{"n":1}\n{"n":2}', b""],
+        [b'{"n":1} {"n":2}', b" "],
+        [b'{"n":', b'1} {"n":2}'],
+        [b'{"n":1} {"n":2}', b'{"s":"}', b'"}'],
+    ],
+)
+def test_json_that_only_adds_up_is_no_row_of_a_neighbour(payloads: list[bytes]) -> None:
+    values, faults = decoded(*payloads, b'{"n": 5}')
+    assert [value and value["n"] for value in values] == [None] * len(payloads) + [5]
+    assert [fault is None for fault in faults] == [False] * len(payloads) + [True]
+
+
+def test_white_space_around_payloads_is_no_reason_to_go_slowly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def alone(self: Decoder, payload: bytes) -> Any:
+        raise AssertionError("a payload was decoded alone")
+
+    monkeypatch.setattr(Decoder, "_json_alone", alone)
+    values, _ = decoded(b'{"n": 1}\n', b' {"n": 2}', b'{"n": \n3}\r\n')
+    assert [value["n"] for value in values] == [1, 2, 3]
