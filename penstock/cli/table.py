@@ -13,6 +13,7 @@ from penstock.cli.invocation import Invocation, Noun, folder_of
 from penstock.cli.stopping import asked_to_stop
 from penstock.cli.warehouse_option import open_warehouse, warehouse_options
 from penstock.cli.when import DURATION
+from penstock.model.errors import PenstockError
 
 every_option = click.option(
     "--every", "every_s", type=DURATION, help="Do it again and again, until Ctrl-C."
@@ -79,8 +80,13 @@ def compact(invocation: Invocation, /, names: tuple[str, ...], mb: int, keep_s: 
     with open_warehouse(said) as warehouse, asked_to_stop() as stopped:
         while True:
             for name in names:
-                report = compact_table(warehouse, name, target_bytes=mb * MIB, keep_s=keep_s)
-                output.show_record(invocation, msgspec.structs.asdict(report))
+                try:
+                    report = compact_table(warehouse, name, target_bytes=mb * MIB, keep_s=keep_s)
+                    output.show_record(invocation, msgspec.structs.asdict(report))
+                except PenstockError as error:
+                    if every_s is None:
+                        raise
+                    output.note(f"{name}: {error}")  # a writer was faster: the next turn may do it
             if every_s is None or stopped.wait(every_s):
                 return
 

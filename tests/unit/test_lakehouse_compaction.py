@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -234,9 +235,60 @@ def test_delta_removes_what_is_old(tmp_path: Path) -> None:
     with Warehouse(tmp_path / "lake", format="delta") as warehouse:
         for batch in range(3):
             write(warehouse, batch)
-        _age(tmp_path / "lake" / NAME / "data", WEEK_S + 60)
-        assert compact(warehouse, NAME).files_after == 2
+        assert compact(warehouse, NAME).removed == 0
+        assert _on_disk(tmp_path / "lake") == 8
+        for file in (tmp_path / "lake" / NAME / "_delta_log").glob(
+            "*.json"
+        ):  # as if a week had gone
+            text = re.sub(
+                r'"deletionTimestamp":(\d+)',
+                lambda found: f'"deletionTimestamp":{int(found[1]) - int(WEEK_S + 60) * 1000}',
+                file.read_text(),
+            )
+            file.write_text(text)
+        assert compact(warehouse, NAME).removed == 6
+        assert _on_disk(tmp_path / "lake") == 2
         assert found(warehouse) == Counter(range(3 * EACH))
+
+
+def test_a_repeated_batch_takes_no_files_that_older_snapshots_need(warehouse: Warehouse, tmp_path: Path) -> None:  # fmt: skip
+    for batch in range(2):
+        write(warehouse, batch)
+    compact(warehouse, NAME)
+    before = _on_disk(tmp_path)
+    assert warehouse.table(NAME).clean("q", 1) == 0
+    assert _on_disk(tmp_path) == before
+    if warehouse.format == "iceberg":
+        table = IcebergTable(warehouse, NAME).load()
+        oldest = table.metadata.snapshots[0].snapshot_id
+        assert table.scan(snapshot_id=oldest).to_arrow().num_rows == EACH
+
+
+def test_a_tag_keeps_its_snapshot(lake: Warehouse, monkeypatch: pytest.MonkeyPatch) -> None:
+    for batch in range(3):
+        write(lake, batch)
+    table = IcebergTable(lake, NAME).load()
+    first = table.metadata.snapshots[0].snapshot_id
+    table.manage_snapshots().create_tag(first, "audit").commit()
+    later = time.time() + WEEK_S + 60
+    monkeypatch.setattr(time, "time", lambda: later)
+    report = compact(lake, NAME)
+    monkeypatch.undo()
+    assert report.expired > 0
+    table = IcebergTable(lake, NAME).load()
+    assert table.scan(snapshot_id=first).to_arrow().num_rows == EACH
+
+
+def test_a_table_with_delete_files_is_left_to_whoever_wrote_them(
+    lake: Warehouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for batch in range(2):
+        write(lake, batch)
+    from pyiceberg.manifest import ManifestContent, ManifestFile
+
+    monkeypatch.setattr(ManifestFile, "content", property(lambda _: ManifestContent.DELETES))
+    with pytest.raises(Unsupported, match="delete files"):
+        compact(lake, NAME)
 
 
 def test_what_cannot_be_compacted_is_said(lake: Warehouse, tmp_path: Path) -> None:

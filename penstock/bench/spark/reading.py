@@ -19,7 +19,7 @@ from penstock.bench.spark.stage import Stage, timed
 from penstock.model.errors import PenstockError
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from pyspark.sql import DataFrame, Row
 
 PARQUET = "parquet"
 BARE = "bare"  # the source, but for the reading
@@ -64,7 +64,10 @@ def window_count_once(stage: Stage, rows: int) -> Mapping[str, Side]:
     def bare(turn: int) -> Sample:
         minutes = sql.window("event_time", "1 minute")
         frame = stage.bare(rows, columns="event_time").groupBy(minutes).count()
-        return timed(frame.collect, rows)
+        found: list[Row] = []
+        sample = timed(lambda: found.extend(frame.collect()), rows)
+        expect(sum(each["count"] for each in found), rows, "in windows")
+        return sample
 
     def count(frame: DataFrame) -> None:
         minutes = frame.groupBy(sql.window("event_time", "1 minute")).count().collect()

@@ -5,6 +5,7 @@ A query adds files with every batch. Tables of topics are left alone: the log it
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
@@ -92,7 +93,7 @@ def _delta(table: DeltaLakeTable, target_bytes: int, keep_s: float) -> CompactRe
     before = table.files()
     found = table.load()
     figures = found.optimize.compact(target_size=target_bytes)
-    hours = int(keep_s // 3600)
+    hours = math.ceil(keep_s / 3600)
     removed = found.vacuum(hours, dry_run=False, enforce_retention_duration=False)
     return CompactReport(
         table=table.name,
@@ -117,6 +118,7 @@ class _Iceberg:
                 "itself; nothing was changed. `penstock table sync` brings the table up to it",
                 table=self.table.name,
             )
+        _refuse_deletes(found, self.table.name)
         before = data_files(found)
         rewritten = 0
         for group in _groups(before, self.target_bytes):
@@ -144,6 +146,7 @@ class _Iceberg:
         leaving = {each.file_path for each in group}
 
         def apply(current: PyTable, transaction: Transaction) -> int:
+            _refuse_deletes(current, self.table.name)
             listed = {each.file_path: each for each in data_files(current)}
             same_columns = current.schema().schema_id == found.schema().schema_id
             if not same_columns or not leaving <= listed.keys():
@@ -173,11 +176,11 @@ class _Iceberg:
         oldest = datetime.fromtimestamp(time.time() - self.keep_s, UTC)
 
         def apply(current: PyTable, transaction: Transaction) -> int:
+            named = {ref.snapshot_id for ref in current.metadata.refs.values()}  # branches and tags
             old = [
                 each.snapshot_id
                 for each in current.metadata.snapshots
-                if each.timestamp_ms < oldest.timestamp() * 1000
-                and each.snapshot_id != current.metadata.current_snapshot_id
+                if each.timestamp_ms < oldest.timestamp() * 1000 and each.snapshot_id not in named
             ]
             if old:
                 from pyiceberg.table.update.snapshot import ExpireSnapshots
@@ -205,6 +208,20 @@ class _Iceberg:
                     fs.delete_file(each.path)
                     removed += 1
         return removed
+
+
+def _refuse_deletes(table: PyTable, name: str) -> None:
+    """Rows that somebody deleted without rewriting their files would come back."""
+    from pyiceberg.manifest import ManifestContent
+
+    snapshot = table.current_snapshot()
+    manifests = [] if snapshot is None else snapshot.manifests(table.io)
+    if any(each.content == ManifestContent.DELETES for each in manifests):
+        raise Unsupported(
+            f"{name!r} has delete files, which another engine wrote; nothing more was changed. "
+            "Compact it with that engine",
+            table=name,
+        )
 
 
 def _groups(files: Iterable[Any], target_bytes: int) -> Iterator[list[Any]]:

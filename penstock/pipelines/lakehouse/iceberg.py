@@ -238,21 +238,28 @@ class IcebergTable:
 
 
 def remove_others(folder: str, listed: Iterable[str], properties: dict[str, str]) -> int:
-    """Delete the files of a batch's folder that a table does not list; returns how many went.
+    """Delete the files of a batch's attempts that a table lists nothing of; returns how many went.
 
-    Attempt and name tell files apart. Whole paths would not do: libraries write them differently,
-    and a file that is wrongly taken for unlisted is gone.
+    Where it lists none of the batch, its files were compacted, and older snapshots still need those
+    of one attempt: all stay until they are old. Attempts are told apart by their names, for
+    libraries write whole paths differently, and a file that is wrongly taken for unlisted is gone.
     """
     from pyarrow.fs import FileSelector, FileType
 
     fs, path = filesystem(folder, properties)
-    kept = {tuple(each.rsplit("/", 2)[1:]) for each in listed}
-    removed = 0
-    for info in fs.get_file_info(FileSelector(path, recursive=True, allow_not_found=True)):
-        if info.type == FileType.File and tuple(info.path.rsplit("/", 2)[1:]) not in kept:
-            fs.delete_file(info.path)
-            removed += 1
-    return removed
+    kept = {_attempt(each) for each in listed}
+    chosen = FileSelector(path, recursive=True, allow_not_found=True)
+    files = [each.path for each in fs.get_file_info(chosen) if each.type == FileType.File]
+    others = [each for each in files if _attempt(each) not in kept]
+    if len(others) == len(files):
+        return 0
+    for each in others:
+        fs.delete_file(each)
+    return len(others)
+
+
+def _attempt(path: str) -> str:
+    return path.rsplit("/", 2)[1]
 
 
 def data_files(table: PyTable) -> list[Any]:
