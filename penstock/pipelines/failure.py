@@ -41,11 +41,12 @@ _log = logging.getLogger(__name__)
 def reading(splits: Iterable[Split]) -> Iterator[None]:
     """Name these stretches in any error that leaves the block.
 
-    >>> with reading([Split("orders", 0, 7, 9)]):
-    ...     raise ValueError("broken")
-    Traceback (most recent call last):
-    ValueError: broken
-    while reading orders/0/7..9
+    >>> try:
+    ...     with reading([Split("orders", 0, 7, 9)]):
+    ...         raise ValueError("broken")
+    ... except ValueError as error:
+    ...     error.__notes__
+    ['while reading orders/0/7..9']
     """
     try:
         yield

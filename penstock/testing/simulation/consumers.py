@@ -245,6 +245,9 @@ class Reader:
     async def _commit(self, sub: Subscription, session: Any, member: str) -> None:
         wanted = self.watch.committing(session, self._countable(sub.cursor()))
         try:
+            if self.rng.random() < 0.05:
+                await self._give_up_a_commit(sub)
+                return  # it may have happened
             if self.rng.random() < 0.3:
                 await self._commit_in_transaction(sub, wanted)
             else:
@@ -256,6 +259,12 @@ class Reader:
             return
         self.watch.committed(session, wanted)
         self.oracle.note("commit", f"{member} {sorted(wanted.items())}")
+
+    async def _give_up_a_commit(self, sub: Subscription) -> None:
+        commit = asyncio.ensure_future(sub.commit())
+        await asyncio.sleep(self.rng.choice((0.0, 0.0, 0.001)))
+        commit.cancel()
+        await asyncio.gather(commit, return_exceptions=True)
 
     def _countable(self, feed: Any) -> set[tuple[str, int]]:
         """The partitions whose marks are not of before a reset: those of before are void."""
