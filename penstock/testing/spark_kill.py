@@ -40,6 +40,7 @@ EVENTS = 60
 PER_BATCH = 25  # so that a kill finds three batches at least
 STREAK = 4
 CHILD_S = 300.0
+MODULE = "penstock.testing.spark_kill"  # not __name__, which is __main__ for the command
 
 
 def kill_drivers(
@@ -109,7 +110,7 @@ class _World:
             self.sent += EVENTS
 
     def _child(self, more: dict[str, str]) -> int:
-        words = [sys.executable, "-m", __name__, "--child", str(self._folder), "--to", self._target]
+        words = [sys.executable, "-m", MODULE, "--child", str(self._folder), "--to", self._target]
         # Of a group of its own: what outlives the driver is ended with it.
         child = subprocess.Popen(words, env={**os.environ, **more}, start_new_session=True)
         try:
