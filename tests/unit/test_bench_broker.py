@@ -187,7 +187,7 @@ def test_blocks_see_what_is_kept_and_switch_the_collector_on_again() -> None:
         assert not gc.isenabled()
         kept += [object() for _ in range(5_000)]
     assert gc.isenabled()
-    assert 5_000 <= blocks.left < 6_000
+    assert 4_000 < blocks.left < 6_000  # other threads of the process free some meanwhile
     with Blocks(False) as blocks:
         kept += [object() for _ in range(5_000)]
     assert blocks.left == 0
