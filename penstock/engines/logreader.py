@@ -137,9 +137,7 @@ class LogReader:
             place = (entry.topic, entry.partition)
             self._group.rebalance.check(self.member, place, entry.generation)
             if entry.epoch != self.epoch(*place):
-                self._marked.pop(
-                    place, None
-                )  # said once: the next one is of what is read from now on
+                self._marked.pop(place, None)  # it is said once
                 raise Fenced(
                     f"group {self._group.name!r} was reset after {place} was read; nothing of this "
                     "happened. Read on: events come from where it was set to",

@@ -7,7 +7,6 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from penstock.model.errors import PenstockError
@@ -16,7 +15,7 @@ from penstock.testing.server_process import Server, free_ports
 START_S = 60.0
 KEY, SECRET, REGION = "penstock", "of-a-test", "us-east-1"
 PORTS = ("master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port",
-         "filer.port.grpc", "s3.port", "s3.port.grpc")  # fmt: skip
+         "filer.port.grpc", "s3.port", "s3.port.grpc", "s3.port.iceberg")  # fmt: skip
 
 
 class ObjectStore:
@@ -32,7 +31,7 @@ class ObjectStore:
         command = [
             _weed(), "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={folder}", "-filer", "-s3",
             "-master.telemetry=false", "-master.volumeSizeLimitMB=64", "-volume.max=0",
-            f"-filer.localSocket={folder}/filer.sock", f"-s3.config={folder}/s3.json",
+            f"-filer.localSocket={folder}/filer.sock", f"-s3.config={folder}/s3.json", "-s3.port.lance=0",
             *(f"-{name}={port}" for name, port in ports.items()),
         ]  # fmt: skip
         files = {"s3.json": json.dumps({"identities": [identity]})}
@@ -72,12 +71,7 @@ class ObjectStore:
                     raise
                 time.sleep(0.2)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._server.stop()
 
 

@@ -1,12 +1,14 @@
-"""What unit tests share: how a process ends."""
+"""What unit tests share: how a process ends, and an Iceberg warehouse."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from penstock.pipelines.lakehouse.warehouse import Warehouse
 
 
 def ended(pid: int, within_s: float = 10.0) -> bool:
@@ -27,3 +29,10 @@ def ended(pid: int, within_s: float = 10.0) -> bool:
 def gone() -> Callable[..., bool]:
     """Waits for a process to end."""
     return ended
+
+
+@pytest.fixture
+def lake(tmp_path: Path) -> Iterator[Warehouse]:
+    """An empty warehouse of Iceberg tables in a folder."""
+    with Warehouse(tmp_path / "lake") as made:
+        yield made

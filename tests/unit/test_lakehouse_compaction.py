@@ -38,12 +38,6 @@ def warehouse(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Wareho
         yield made
 
 
-@pytest.fixture
-def lake(tmp_path: Path) -> Iterator[Warehouse]:
-    with Warehouse(tmp_path / "lake") as made:
-        yield made
-
-
 def write(warehouse: Warehouse, batch: int, kind: pa.DataType | None = None, **more: Any) -> bool:
     """Ten rows of two tenants, as one batch of a query."""
     rows = pa.record_batch(

@@ -44,12 +44,6 @@ def warehouse(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Wareho
         yield made
 
 
-@pytest.fixture
-def lake(tmp_path: Path) -> Iterator[Warehouse]:
-    with Warehouse(tmp_path / "lake") as made:
-        yield made
-
-
 def batch(numbers: list[Any], kind: pa.DataType | None = None, **more: Any) -> pa.RecordBatch:
     count = len(numbers)
     return pa.record_batch(

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pyarrow as pa
-from pyarrow.fs import FileSelector, FileType
 
 from penstock.model.errors import InvalidInput, Unsupported
 from penstock.model.setting import MIB
@@ -30,9 +29,9 @@ from penstock.pipelines.lakehouse.iceberg import (
     data_file,
     data_files,
 )
+from penstock.pipelines.lakehouse.removal import remove_old
 from penstock.pipelines.lakehouse.table import Layout, WrittenFile, total_rows
 from penstock.pipelines.lakehouse.topics import PRESENT_PROPERTY
-from penstock.pipelines.lakehouse.warehouse import filesystem
 
 if TYPE_CHECKING:
     from pyiceberg.table import Table as PyTable
@@ -193,21 +192,18 @@ class _Iceberg:
 
     def _remove_unlisted(self) -> int:
         """Delete old files that no snapshot knows: rewritten, expired, or of a batch that died."""
-        table = self.table.load()
-        kept = set(map(_last_words, _listed(table)))
-        removed = 0
-        for folder, suffix in (("data", ".parquet"), ("metadata", ".avro")):
-            fs, path = filesystem(f"{table.location()}/{folder}", self.table.warehouse.properties)
-            chosen = FileSelector(path, recursive=True, allow_not_found=True)
-            for each in fs.get_file_info(chosen):
-                if each.type != FileType.File or not each.path.endswith(suffix):
-                    continue
-                if time.time() - each.mtime.timestamp() < self.keep_s:
-                    continue
-                if _last_words(each.path) not in kept:
-                    fs.delete_file(each.path)
-                    removed += 1
-        return removed
+        table, properties = self.table.load(), self.table.warehouse.properties
+        listed = list(_listed(table))
+        return sum(
+            remove_old(
+                f"{table.location()}/{folder}",
+                listed,
+                properties,
+                keep_s=self.keep_s,
+                suffix=suffix,
+            )
+            for folder, suffix in (("data", ".parquet"), ("metadata", ".avro"))
+        )
 
 
 def _refuse_deletes(table: PyTable, name: str) -> None:
@@ -266,8 +262,3 @@ def _listed(table: PyTable) -> Iterator[str]:
             yield manifest.manifest_path
             for entry in manifest.fetch_manifest_entry(table.io, discard_deleted=True):
                 yield entry.data_file.file_path
-
-
-def _last_words(path: str) -> tuple[str, ...]:
-    """Attempt and name: whole paths are written differently by different libraries."""
-    return tuple(path.rsplit("/", 2)[1:])

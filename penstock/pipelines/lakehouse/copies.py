@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import re
-import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
-from pyarrow.fs import FileSelector, FileType
 
 from penstock.log.segment_reader import SegmentReader
 from penstock.model.arrow import SCHEMA, to_arrow
 from penstock.pipelines.lakehouse.files import PartitionWriter
+from penstock.pipelines.lakehouse.removal import remove_old
 from penstock.pipelines.lakehouse.table import Cut, Layout
-from penstock.pipelines.lakehouse.warehouse import filesystem
 
 if TYPE_CHECKING:
     from penstock.log.disk import Disk
@@ -67,16 +65,7 @@ def origin(path: str) -> tuple[str | None, int]:
 
 def remove_old_copies(folder: str, listed: Iterable[str], properties: Mapping[str, str]) -> int:
     """Delete copies that no table lists, unless they are so young that a run or a reader has them."""
-    fs, path = filesystem(f"{folder}/{COPIES}", properties)
-    kept = {tuple(each.rsplit("/", 2)[1:]) for each in listed}
-    removed = 0
-    for found in fs.get_file_info(FileSelector(path, recursive=True, allow_not_found=True)):
-        if found.type != FileType.File or tuple(found.path.rsplit("/", 2)[1:]) in kept:
-            continue
-        if time.time() - found.mtime.timestamp() > KEEP_S:
-            fs.delete_file(found.path)
-            removed += 1
-    return removed
+    return remove_old(f"{folder}/{COPIES}", listed, properties, keep_s=KEEP_S)
 
 
 def _records(reader: SegmentReader, wanted: Range) -> Iterator[pa.RecordBatch]:

@@ -19,8 +19,8 @@ from penstock.pipelines.lakehouse.iceberg import (
     FIRST_WAIT_S,
     LONGEST_WAIT_S,
     plain,
-    remove_others,
 )
+from penstock.pipelines.lakehouse.removal import remove_others
 from penstock.pipelines.lakehouse.table import (
     BATCH_PROPERTY,
     QUERY_PROPERTY,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
@@ -12,6 +12,7 @@ import pyarrow as pa
 from penstock.model.errors import AlreadyExists
 from penstock.model.table_errors import CommitConflict, SchemaMismatch
 from penstock.pipelines.failpoint import failpoint
+from penstock.pipelines.lakehouse.removal import remove_others
 from penstock.pipelines.lakehouse.table import (
     BATCH_PROPERTY,
     QUERY_PROPERTY,
@@ -20,7 +21,7 @@ from penstock.pipelines.lakehouse.table import (
     WrittenFile,
     unknown_table,
 )
-from penstock.pipelines.lakehouse.warehouse import filesystem, identifier
+from penstock.pipelines.lakehouse.warehouse import identifier
 
 if TYPE_CHECKING:
     from pyiceberg.partitioning import PartitionSpec
@@ -235,31 +236,6 @@ class IcebergTable:
     @staticmethod
     def _batch_folder(table: PyTable, query: str, batch: int) -> str:
         return f"{table.location()}/data/{query}/{batch}"
-
-
-def remove_others(folder: str, listed: Iterable[str], properties: dict[str, str]) -> int:
-    """Delete the files of a batch's attempts that a table lists nothing of; returns how many went.
-
-    Where it lists none of the batch, its files were compacted, and older snapshots still need those
-    of one attempt: all stay until they are old. Attempts are told apart by their names, for
-    libraries write whole paths differently, and a file that is wrongly taken for unlisted is gone.
-    """
-    from pyarrow.fs import FileSelector, FileType
-
-    fs, path = filesystem(folder, properties)
-    kept = {_attempt(each) for each in listed}
-    chosen = FileSelector(path, recursive=True, allow_not_found=True)
-    files = [each.path for each in fs.get_file_info(chosen) if each.type == FileType.File]
-    others = [each for each in files if _attempt(each) not in kept]
-    if len(others) == len(files):
-        return 0
-    for each in others:
-        fs.delete_file(each)
-    return len(others)
-
-
-def _attempt(path: str) -> str:
-    return path.rsplit("/", 2)[1]
 
 
 def data_files(table: PyTable) -> list[Any]:
