@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from penstock.core.schedule import parse_duration
+from penstock.model.codec import codecs
 from penstock.model.errors import InvalidInput
 from penstock.model.nearest import did_you_mean
 from penstock.model.topic import check_pattern
@@ -98,7 +99,7 @@ def sink_options(options: Mapping[str, str]) -> SinkOptions:
         topic=given.take("topic", str, None),
         query_id=given.take("queryid", str, None),
         batch_id=given.take("batchid", str, None),
-        codec=given.take("codec", str, "raw"),
+        codec=given.take("codec", _codec, "raw"),
         token=given.take("token", str, None),
     )
 
@@ -143,6 +144,11 @@ def _positive(text: str) -> int:
     if number < 1:
         raise ValueError("give a number of 1 or more")
     return number
+
+
+def _codec(name: str) -> str:
+    codecs.get(name)
+    return name
 
 
 def _truth(text: str) -> bool:

@@ -11,7 +11,7 @@ from penstock.model.arrow import TIME
 from penstock.model.errors import InvalidInput
 from penstock.pipelines.connection import Connection
 
-ENVELOPE = ("key", "headers", "event_time")
+ENVELOPE = ("key", "headers", "event_time", "codec")
 BATCH_EVENTS = 100_000
 
 
@@ -32,28 +32,37 @@ def check_columns(names: list[str], topic: str | None) -> None:
         raise InvalidInput("rows need a `topic` column, or the sink the option `topic`")
 
 
-def by_topic(rows: pa.RecordBatch, topic: str | None) -> Iterator[tuple[str, pa.Table]]:
-    """The rows of each topic as columns that `publish_many` takes.
+def batches(
+    rows: pa.RecordBatch, topic: str | None, codec: str
+) -> Iterator[tuple[str, str, pa.Table]]:
+    """The rows of each topic and codec as columns that `publish_many` takes.
 
     >>> rows = pa.record_batch({"topic": ["a", "b", "a"], "payload": [b"1", b"2", b"3"]})
-    >>> [(name, part.num_rows) for name, part in by_topic(rows, None)]
-    [('a', 2), ('b', 1)]
+    >>> [(name, codec, part.num_rows) for name, codec, part in batches(rows, None, "raw")]
+    [('a', 'raw', 2), ('b', 'raw', 1)]
     """
     table = pa.Table.from_batches([rows])
-    if "topic" not in table.column_names:
-        assert topic is not None
-        yield topic, _as_events(table)
+    for name, of_topic in _split(table, "topic", topic):
+        for kind, part in _split(of_topic, "codec", codec):
+            yield name, kind, _as_events(part)
+
+
+def _split(table: pa.Table, column: str, default: str | None) -> Iterator[tuple[str, pa.Table]]:
+    """The rows of each value of a column, without it; null is the default."""
+    if column not in table.column_names:
+        assert default is not None
+        yield default, table
         return
-    names = table.column("topic")
-    if names.null_count:
-        if topic is None:
+    values = table.column(column)
+    if values.null_count:
+        if default is None:
             raise InvalidInput(
-                f"{names.null_count} rows have no topic, and the sink has no option `topic`"
+                f"{values.null_count} rows have no {column}, and the sink has no option `{column}`"
             )
-        names = pc.fill_null(names, topic)
-    rest = table.drop_columns(["topic"])
-    for name in pc.unique(names).to_pylist():
-        yield name, _as_events(rest.filter(pc.equal(names, name)))
+        values = pc.fill_null(values, default)
+    rest = table.drop_columns([column])
+    for value in pc.unique(values).to_pylist():
+        yield value, rest.filter(pc.equal(values, value))
 
 
 def _as_events(table: pa.Table) -> pa.Table:
@@ -86,10 +95,10 @@ class Outlet(Connection):
     ) -> bool:
         async with self.bus.transaction(idempotency_key=key) as transaction:
             for batch in rows:
-                for name, table in by_topic(batch, topic):
+                for name, kind, table in batches(batch, topic, codec):
                     for start in range(0, table.num_rows, BATCH_EVENTS):
                         part = table.slice(start, BATCH_EVENTS)
-                        transaction.publish_many(name, part, codec=codec)
+                        transaction.publish_many(name, part, codec=kind)
         return not transaction.repeated
 
 

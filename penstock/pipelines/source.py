@@ -28,6 +28,7 @@ from pyspark.sql.types import StructType
 from penstock.bus.publishing import when_us
 from penstock.model.errors import InvalidInput, UnknownTopic
 from penstock.model.topic import is_wildcard
+from penstock.pipelines import event_time
 from penstock.pipelines.columns import LATE, VALUE, check_schema, row_ddl
 from penstock.pipelines.failpoint import failpoint
 from penstock.pipelines.options import SourceOptions, offsets_of, source_options
@@ -136,12 +137,11 @@ class _Reader:
                 )
 
     def newest_us(self, parts: Iterable[Split], so_far_us: int) -> int:
-        """The newest event time of some events; none counts as newer than its appending."""
+        """The newest event time of some events, from which lateness is counted."""
         for split in parts:
             for rows in self.store().rows(split, ["append_time", "event_time"]):
                 events, appended = (rows.column(at).view(pa.int64()).to_numpy() for at in (1, 0))
-                later = events.clip(max=appended)
-                so_far_us = max(so_far_us, int(later.max()))
+                so_far_us = event_time.newest_us(events, appended, so_far_us)
         return so_far_us
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:

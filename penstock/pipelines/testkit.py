@@ -21,10 +21,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.core.schedule import parse_duration
+from penstock.model.arrow import TIME
 from penstock.model.errors import InvalidInput, NotFound
 from penstock.model.token import TOKEN_BYTES
 from penstock.model.topic import tenant_of
-from penstock.pipelines import discovery
+from penstock.pipelines import discovery, event_time
 from penstock.pipelines.columns import EVENT_COLUMNS, FAULT, LATE, VALUE
 from penstock.pipelines.payload import Decoder
 from penstock.pipelines.pipeline import Input, Pipeline, registered
@@ -191,16 +192,18 @@ def stream_on_rows(
 
 def _marked(batches: Sequence[Sequence[Row]], source: Input) -> Iterator[list[dict[str, Any]]]:
     filler = _Filler()
-    newest: datetime | None = None
-    delay = timedelta(microseconds=parse_duration(source.late_after) if source.late_after else 0)
+    newest_us = 0
+    delay_us = parse_duration(source.late_after) if source.late_after else 0
     for batch in batches:
         rows = [filler.fill(row) for row in batch]
-        for row, given in zip(rows, batch, strict=True):
-            if LATE not in given and newest is not None:
-                row[LATE] = row["event_time"] < newest - delay
-        # As in the source: none counts as newer than its appending.
-        times = [min(row["event_time"], row["append_time"]) for row in rows]
-        newest = max([*times, newest] if newest else times)
+        events_us, appended_us = (
+            pa.array([row[name] for row in rows], TIME).cast(pa.int64()).to_numpy()
+            for name in ("event_time", "append_time")
+        )
+        for row, given, event_us in zip(rows, batch, events_us, strict=True):
+            if LATE not in given:
+                row[LATE] = bool(event_us < newest_us - delay_us)
+        newest_us = event_time.newest_us(events_us, appended_us, newest_us)
         yield rows
 
 

@@ -45,6 +45,20 @@ def test_a_batch_write_puts_each_row_on_the_topic_it_names(spark, bus_url) -> No
     assert seven.time.timestamp() == 7
 
 
+def test_each_row_has_the_codec_it_names(spark, bus_url) -> None:
+    """What was read and set aside stays what it was; a codec that is not there is no obstacle."""
+    kinds = "CASE id % 3 WHEN 0 THEN 'json' WHEN 1 THEN 'of-a-plugin' END AS codec"
+    frame = spark.range(9).selectExpr(
+        "'out.mixed' AS topic", kinds, "to_json(struct(id)) AS payload"
+    )
+    frame.write.format("penstock").options(url=bus_url, codec="msgpack").mode("append").save()
+    events = stored(bus_url)
+    found = Counter((event.batch.codec, int(event.payload[6:7]) % 3) for event in events)
+    assert found == {("json", 0): 3, ("of-a-plugin", 1): 3, ("msgpack", 2): 3}
+    with pytest.raises(Exception, match=r"no 'jsn' in penstock\.codecs"):
+        frame.write.format("penstock").options(url=bus_url, codec="jsn").mode("append").save()
+
+
 def test_a_batch_that_was_named_is_written_once(spark, bus_url) -> None:
     for _ in range(2):
         rows(spark, 10).write.format("penstock").options(

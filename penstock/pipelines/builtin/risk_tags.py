@@ -17,9 +17,9 @@ import msgspec
 from pyspark.sql import Window
 from pyspark.sql import functions as sql
 
-from penstock.core.schedule import parse_duration
 from penstock.pipelines.builtin.risk_rules import FIELDS, KINDS, load, risk_column, tags_column
 from penstock.pipelines.builtin.stock import BAD, LATE, SOURCE_HEADER, TAGS
+from penstock.pipelines.event_time import AHEAD, delay, from_the_future
 from penstock.pipelines.pipeline import pipeline
 
 if TYPE_CHECKING:
@@ -33,9 +33,6 @@ RESULT = (
 """What a result row's payload holds."""
 LATE_AFTER = "10m"
 """How late evidence may come, and how far apart a duplicate may be; state is kept for this long."""
-AHEAD = "1m"
-"""How far a producer's clock may be ahead of the log's. An event from further ahead is bad: it would
-carry the watermark with it, and everybody else's events would be late."""
 FAULT_HEADER = "evidence-fault"
 """Header of a bad row: what is wrong with it."""
 WHOLE = ["tenant", "evidence_id"]
@@ -82,7 +79,6 @@ def _fault() -> Column:
     """Why an event is no evidence; null when it is."""
     id_, kind = sql.col("value.evidence_id"), sql.col("value.kind")
     kinds = ", ".join(KINDS)
-    latest = sql.col("append_time") + sql.expr(f"INTERVAL {_seconds(AHEAD)} SECONDS")
     return (
         sql.when(sql.col("fault").isNotNull(), sql.col("fault"))
         .when(id_.isNull() | (id_ == ""), sql.lit("evidence_id is missing"))
@@ -92,23 +88,17 @@ def _fault() -> Column:
             sql.concat(sql.lit("kind is "), kind, sql.lit(f"; it is one of {kinds}")),
         )
         .when(
-            sql.col("event_time") > latest,
+            from_the_future(),
             sql.lit(f"event_time is more than {AHEAD} after the event was appended"),
         )
     )
 
 
-def _seconds(duration: str) -> int:
-    return parse_duration(duration) // 1_000_000
-
-
 def _first_of_each(accepted: DataFrame) -> DataFrame:
     """Each evidence once; which of several equal ones is only told apart by its source."""
     if accepted.isStreaming:
-        # Spark drops what is behind its watermark without a word, so its watermark stays behind the
-        # source's, which takes no event for newer than its appending and marks rows as late.
-        delay = f"{_seconds(LATE_AFTER) + _seconds(AHEAD) + 1} seconds"
-        return accepted.withWatermark("event_time", delay).dropDuplicatesWithinWatermark(WHOLE)
+        marked = accepted.withWatermark("event_time", delay(LATE_AFTER))
+        return marked.dropDuplicatesWithinWatermark(WHOLE)
     # A batch can always choose the same one, so that a replay gives the same result.
     order = Window.partitionBy(*WHOLE).orderBy("topic", "partition", "offset")
     return accepted.withColumn("nth", sql.row_number().over(order)).where("nth = 1").drop("nth")
@@ -124,6 +114,7 @@ def _tagged(accepted: DataFrame, tags: Column) -> DataFrame:
         sql.encode(sql.col("value.asset"), "UTF-8").alias("key"),
         sql.expr("CAST(map() AS MAP<STRING, STRING>)").alias("headers"),
         "event_time",
+        sql.lit("json").alias("codec"),
         sql.encode(sql.to_json(result), "UTF-8").alias("payload"),
     )
 
@@ -146,5 +137,6 @@ def _set_aside(refused: DataFrame) -> DataFrame:
         .otherwise(sql.map_concat(kept, source))
         .alias("headers"),
         "event_time",
+        "codec",
         "payload",
     )
