@@ -1,9 +1,10 @@
-"""A real S3 server for tests: SeaweedFS in a process of its own, on free ports."""
+"""A real S3 server for tests, with an Iceberg catalogue: SeaweedFS in a process of its own, on free ports."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from penstock.model.errors import PenstockError
 from penstock.testing.server_process import Server, free_ports
 
 START_S = 60.0
+ACCOUNT = "000000000000"
 KEY, SECRET, REGION = "penstock", "of-a-test", "us-east-1"
 PORTS = ("master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port",
          "filer.port.grpc", "s3.port", "s3.port.grpc", "s3.port.iceberg")  # fmt: skip
@@ -24,6 +26,7 @@ class ObjectStore:
     def __init__(self, folder: Path, bucket: str = "lake") -> None:
         self.bucket = bucket
         ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
+        self._ports = ports
         self.endpoint = f"http://127.0.0.1:{ports['s3.port']}"
         actions = ["Admin", "Read", "Write", "List"]
         credentials = [{"accessKey": KEY, "secretKey": SECRET}]
@@ -51,6 +54,22 @@ class ObjectStore:
         return {
             "AWS_ENDPOINT_URL": self.endpoint, "AWS_REGION": REGION, "AWS_ALLOW_HTTP": "true",
             "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "aws_conditional_put": "etag",
+        }  # fmt: skip
+
+    def catalogue(self, bucket: str) -> dict[str, str]:
+        """Make a bucket of tables, and give the properties of its REST catalogue."""
+        master = f"127.0.0.1:{self._ports['master.port']}.{self._ports['master.port.grpc']}"
+        done = subprocess.run(
+            [_weed(), "shell", f"-master={master}"],
+            input=f"s3tables.bucket -create -name {bucket} -account {ACCOUNT}\n",
+            capture_output=True, text=True, check=False, timeout=START_S,
+        )  # fmt: skip
+        if "ARN" not in done.stdout:
+            raise PenstockError(f"no bucket of tables was made: {done.stdout}{done.stderr}")
+        uri = f"http://127.0.0.1:{self._ports['s3.port.iceberg']}"
+        return {
+            **self.iceberg, "type": "rest", "uri": uri, "warehouse": f"s3://{bucket}",
+            "oauth2-server-uri": f"{uri}/v1/oauth/tokens", "credential": f"{KEY}:{SECRET}",
         }  # fmt: skip
 
     def __enter__(self) -> Self:

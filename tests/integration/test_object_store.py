@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,13 +36,17 @@ def properties(store: ObjectStore, format: str, folder: Path) -> dict[str, str]:
     return {**store.iceberg, **{"iceberg": catalogue, "delta": store.delta}.get(format, {})}
 
 
-@pytest.fixture(params=["iceberg", "delta", "parquet"])
+@pytest.fixture(params=["iceberg", "iceberg by REST", "delta", "parquet"])
 def warehouse(
     request: pytest.FixtureRequest, store: ObjectStore, tmp_path: Path
 ) -> Iterator[Warehouse]:
+    format, _, rest = request.param.partition(" by ")
     place = f"s3://{store.bucket}/{tmp_path.name}"
-    given = properties(store, request.param, tmp_path)
-    with Warehouse(place, format=request.param, properties=given) as made:
+    given = properties(store, format, tmp_path)
+    if rest:
+        given = store.catalogue(f"tables-{uuid.uuid4().hex[:8]}")
+        place = given["warehouse"]
+    with Warehouse(place, format=format, properties=given) as made:
         yield made
 
 

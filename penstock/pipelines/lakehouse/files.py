@@ -97,7 +97,8 @@ class PartitionWriter:
         name = f"{folder}{self._layout.prefix}part-{self._task}-{self._begun}.parquet"
         self._begun += 1
         path = f"{self._root}/{name}"
-        self._fs.create_dir(path.rpartition("/")[0], recursive=True)
+        if self._fs.type_name == "local":  # a bucket has no folders, and some refuse to pretend
+            self._fs.create_dir(path.rpartition("/")[0], recursive=True)
         sink = self._fs.open_output_stream(path)
         # Dictionaries pay for names; of payloads there are hardly two alike.
         names = [field.name for field in self._layout.schema if pa.types.is_string(field.type)]
