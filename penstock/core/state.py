@@ -241,9 +241,14 @@ class State:
         place = (entry.topic, entry.partition)
         if group is None or place not in group.cursors:
             return
-        if entry.epoch in (-1, group.epochs.get(place, 0)):
+        if entry.epoch == group.epochs.get(place, 0):
+            # One that was given up may be written after the next: only a reset goes back.
+            group.cursors[place] = max(group.cursors[place], entry.offset)
+        elif entry.epoch == -1:  # of a journal from before there were epochs
             group.cursors[place] = entry.offset
-            group.generation = max(group.generation, entry.generation)
+        else:
+            return
+        group.generation = max(group.generation, entry.generation)
 
     def _delayed(self, entry: Delayed) -> None:
         pairs = entry.pairs

@@ -302,6 +302,34 @@ async def test_a_commit_behind_a_reset_does_not_undo_it(tmp_path, small, monkeyp
         assert (await bus.groups.info("g")).lag == 3
 
 
+async def test_a_commit_that_was_given_up_does_not_undo_the_next(
+    tmp_path, small, monkeypatch
+) -> None:
+    """Found by the simulator, seed 173: written late, it moved the group's place back."""
+    async with opened(tmp_path, small) as bus:
+        await bus.publish_many("in", [b"0", b"1", b"2"])
+        async with bus.subscribe("in", group="g", mode="log") as sub:
+            await sub.get(timeout_s=5)
+            group = engine(bus).groups.logs["g"]
+            write, late = group.write, []
+
+            async def given_up(entries) -> None:
+                late.extend(entries)
+                raise asyncio.CancelledError
+
+            monkeypatch.setattr(group, "write", given_up)
+            with pytest.raises(asyncio.CancelledError):
+                await sub.commit()
+            monkeypatch.undo()
+            await sub.get(timeout_s=5)
+            async with bus.transaction() as tx:
+                tx.commit(sub)
+            await write(late)
+            assert (await bus.groups.info("g")).lag == 1
+    async with opened(tmp_path, small) as bus:
+        assert (await bus.groups.info("g")).lag == 1
+
+
 async def test_a_commit_is_of_what_was_handed_out_when_it_was_called(tmp_path, small) -> None:
     """What is handed out while it waits is not processed yet."""
     async with opened(tmp_path, small) as bus:
