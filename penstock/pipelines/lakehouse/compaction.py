@@ -30,6 +30,7 @@ from penstock.pipelines.lakehouse.iceberg import (
     data_files,
 )
 from penstock.pipelines.lakehouse.removal import remove_old
+from penstock.pipelines.lakehouse.stable import sync
 from penstock.pipelines.lakehouse.table import Layout, WrittenFile, total_rows
 from penstock.pipelines.lakehouse.topics import PRESENT_PROPERTY
 
@@ -91,7 +92,12 @@ def compact(
 def _delta(table: DeltaLakeTable, target_bytes: int, keep_s: float) -> CompactReport:
     before = table.files()
     found = table.load()
+    version = found.version()
     figures = found.optimize.compact(target_size=target_bytes)
+    if table.warehouse.local:
+        for path in set(table.files()) - set(before):
+            sync(path.removeprefix("file://"))
+        table.sync_log(version)
     hours = math.ceil(keep_s / 3600)
     removed = found.vacuum(hours, dry_run=False, enforce_retention_duration=False)
     return CompactReport(

@@ -21,6 +21,7 @@ from penstock.pipelines.lakehouse.iceberg import (
     plain,
 )
 from penstock.pipelines.lakehouse.removal import remove_others
+from penstock.pipelines.lakehouse.stable import sync
 from penstock.pipelines.lakehouse.table import (
     BATCH_PROPERTY,
     QUERY_PROPERTY,
@@ -101,11 +102,15 @@ class DeltaLakeTable(ColumnsByName):
                 "or leave out the column",
                 table=self.name,
             ) from error
+        self.sync_log(since=-1)
 
     def add(self, fields: Sequence[pa.Field]) -> None:
         from deltalake import Schema
 
-        self.load().alter.add_columns(list(Schema.from_arrow(pa.schema(fields)).fields))
+        table = self.load()
+        version = table.version()
+        table.alter.add_columns(list(Schema.from_arrow(pa.schema(fields)).fields))
+        self.sync_log(version)
 
     # -- batches ---------------------------------------------------------------------------------
 
@@ -139,13 +144,14 @@ class DeltaLakeTable(ColumnsByName):
             table = self.load()
             if _last_batch(table, query) >= batch:
                 return False
-            parts = table.metadata().partition_columns
+            parts, version = table.metadata().partition_columns, table.version()
             failpoint("lakehouse.committing")
             try:
                 table.create_write_transaction(
                     [self._action(each, parts) for each in files],
                     "append", table.schema(), parts, commit_properties=marks,
                 )  # fmt: skip
+                self.sync_log(version)
                 return True
             except CommitFailedError as error:
                 last = error
@@ -154,6 +160,14 @@ class DeltaLakeTable(ColumnsByName):
             "was added; run it again when they are done",
             table=self.name,
         ) from last
+
+    def sync_log(self, since: int) -> None:
+        """Have a folder's log after a version on the disk; deltalake does not care for that."""
+        if not self.warehouse.local:
+            return
+        log = f"{self.uri.removeprefix('file://')}/_delta_log"
+        for version in range(since + 1, self.load().version() + 1):
+            sync(f"{log}/{version:020d}.json")
 
     def _action(self, file: WrittenFile, parts: Sequence[str]) -> Any:
         from deltalake.transaction import AddAction

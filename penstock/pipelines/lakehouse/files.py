@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.pipelines.lakehouse.fit import days_of, fit
+from penstock.pipelines.lakehouse.stable import sync
 from penstock.pipelines.lakehouse.table import Layout, WrittenFile
 from penstock.pipelines.lakehouse.warehouse import filesystem
 
@@ -57,6 +58,7 @@ class PartitionWriter:
         self._layout = layout
         self._task = task
         self._fs, self._root = filesystem(layout.folder, properties)
+        self._local = self._fs.type_name == "local"
         self._waiting: dict[Key, list[pa.RecordBatch]] = {}
         self._sizes: dict[Key, int] = {}
         self._open: dict[Key, _OpenFile] = {}
@@ -97,7 +99,7 @@ class PartitionWriter:
         name = f"{folder}{self._layout.prefix}part-{self._task}-{self._begun}.parquet"
         self._begun += 1
         path = f"{self._root}/{name}"
-        if self._fs.type_name == "local":  # a bucket has no folders, and some refuse to pretend
+        if self._local:  # a bucket has no folders, and some refuse to pretend
             self._fs.create_dir(path.rpartition("/")[0], recursive=True)
         sink = self._fs.open_output_stream(path)
         # Dictionaries pay for names; of payloads there are hardly two alike.
@@ -112,6 +114,8 @@ class PartitionWriter:
         file.writer.close()
         size = file.sink.tell()
         file.sink.close()
+        if self._local:
+            sync(file.path)
         self._done.append(WrittenFile(file.uri, file.rows, size, *key))
 
 

@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from penstock.pipelines.failpoint import failpoint
 from penstock.pipelines.lakehouse.iceberg import plain
+from penstock.pipelines.lakehouse.stable import sync
 from penstock.pipelines.lakehouse.table import (
     ColumnsByName,
     Cut,
@@ -165,16 +166,18 @@ class FolderTable(ColumnsByName):
         os.makedirs(path.rpartition("/")[0], exist_ok=True)
         beside = f"{path}.{uuid.uuid4().hex}.tmp"
         _put(self._fs, beside, data)
+        sync(beside)
         try:
-            if not once:
+            if once:
+                os.link(beside, path)  # fails when the name is taken, whoever took it
+            else:
                 os.replace(beside, path)
-                return True
-            os.link(beside, path)  # fails when the name is taken, whoever took it
         except FileExistsError:
             return False
         finally:
             if os.path.exists(beside):
                 os.unlink(beside)
+        sync(path)
         return True
 
 

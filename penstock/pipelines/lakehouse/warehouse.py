@@ -124,6 +124,10 @@ Choose iceberg, delta or parquet [invalid.settings]
 
     def _catalogue_properties(self) -> dict[str, str]:
         given = {"warehouse": self.uri, **self.properties}
+        if self.local:
+            from penstock.pipelines.lakehouse.metadata_io import StableFileIO
+
+            given.setdefault("py-io-impl", f"{StableFileIO.__module__}.{StableFileIO.__name__}")
         if "type" in given or "uri" in given or "py-catalog-impl" in given:
             return given
         if not self.local:
