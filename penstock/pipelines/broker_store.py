@@ -40,10 +40,6 @@ class BrokerStore:
         found: int = self._connection.wait(self._bus.ask(FindOffset(topic, partition, time_us)))
         return found
 
-    def event_bytes(self, topic: str, partition: int) -> int:
-        """Nobody but the broker knows."""
-        return 0
-
     def rows(self, split: Split, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """The log's columns of these names, in this order, as they are stored."""
         batches = self._bus.engine.read(split.topic, split.partition, split.start, split.stop)

@@ -64,11 +64,6 @@ class FolderStore:
         """The first offset appended at or after a time."""
         return self._log.find_time(topic, partition, time_us)
 
-    def event_bytes(self, topic: str, partition: int) -> int:
-        """About what an event takes, by the last stretch that was sealed."""
-        ranges = self._log.manifest.ranges(topic, partition)
-        return ranges[-1][1].event_bytes // ranges[-1][1].rows if ranges else 0
-
     def rows(self, split: Split, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """The log's columns of these names, in this order, as they are stored."""
         at, moved = split.start, False

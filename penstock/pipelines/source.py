@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -32,11 +32,14 @@ from penstock.pipelines import event_time
 from penstock.pipelines.columns import LATE, VALUE, check_schema, row_ddl
 from penstock.pipelines.failpoint import failpoint
 from penstock.pipelines.options import SourceOptions, offsets_of, source_options
-from penstock.pipelines.plan import Bounds, Lane, Offsets, Place, Split, ahead, splits
+from penstock.pipelines.plan import Bounds, Offsets, Place, Split, ahead, splits
 from penstock.pipelines.pushdown import PUSHDOWN, Narrowing
 from penstock.pipelines.rows import Reading
 from penstock.pipelines.sink import BatchWriter, StreamWriter
 from penstock.pipelines.store import Store, store_at
+
+# How an event's size is found for `maxBytesPerTrigger`: cheap before every batch, and near enough.
+SAMPLED_LANES, SAMPLED_EVENTS = 16, 100
 
 
 class PenstockSource(DataSource):
@@ -211,7 +214,7 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
         place = Place.from_json(start)
         bounds = self.store().bounds(self.options.topics) if self._until is None else self._until
         self._check_there(place, bounds)
-        reached = ahead(place.offsets, bounds, self._max_events(limit, bounds))
+        reached = ahead(place.offsets, bounds, self._max_events(limit, place, bounds))
         if reached.offsets == place.offsets:
             return start
         newest_us = place.newest_us
@@ -230,14 +233,28 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
                     "Give this query a checkpoint of its own"
                 )
 
-    def _max_events(self, limit: ReadLimit, bounds: Mapping[Lane, Any]) -> int | None:
+    def _max_events(self, limit: ReadLimit, place: Place, bounds: Bounds) -> int | None:
         if isinstance(limit, ReadMaxRows):
             return limit.max_rows
         if isinstance(limit, ReadMaxBytes):
-            sizes = [self.store().event_bytes(*lane) for lane in bounds]
-            known = [size for size in sizes if size] or [1_024]
-            return max(1, limit.max_bytes // max(known))
+            return max(1, int(limit.max_bytes / self._event_bytes(place, bounds)))
         return None
+
+    def _event_bytes(self, place: Place, bounds: Bounds) -> float:
+        """What an event takes, by some of those that the batch begins with."""
+        begun = {
+            lane: max(place.offsets.get(lane, 0), first) for lane, (first, _) in bounds.items()
+        }
+        waiting = sorted(bounds, key=lambda lane: begun[lane] - bounds[lane][1])
+        size = events = 0
+        for lane in waiting[:SAMPLED_LANES]:
+            start, end = begun[lane], bounds[lane][1]
+            if start < end:
+                split = Split(*lane, start, min(end, start + SAMPLED_EVENTS))
+                for rows in self.store().rows(split, ["key", "headers", "payload"]):
+                    size += rows.nbytes
+                    events += rows.num_rows
+        return max(1.0, size / events) if events else 1.0
 
     def reportLatestOffset(self) -> dict[str, Any]:  # noqa: N802
         """Where the log ends: what is between is the lag."""

@@ -31,10 +31,6 @@ class Store(Protocol):
         """The first offset appended at or after a time."""
         ...
 
-    def event_bytes(self, topic: str, partition: int) -> int:
-        """About what an event takes; 0 when nobody knows."""
-        ...
-
     def rows(self, split: Split, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """The log's columns of these names, in this order, as they are stored."""
         ...

@@ -246,6 +246,16 @@ def test_a_stream_takes_what_its_limit_allows_and_ends_where_the_log_did(
     assert places(spark.read.parquet(str(tmp_path / "out"))) == in_the_log(url)
 
 
+def test_a_stream_takes_so_many_bytes_at_a_time(spark, url, tmp_path) -> None:
+    """Events of 300 bytes and more, sealed or not, from files and through a broker."""
+    frame = stream(spark, url, "orders.#", maxBytesPerTrigger=str(200_000))
+    query = run_to_the_end(frame, tmp_path / "out", tmp_path / "cp")
+    sizes = [each["numInputRows"] for each in query.recentProgress if each["numInputRows"]]
+    assert sum(sizes) == MANY + 2
+    assert 400 <= max(sizes) <= 700
+    assert len(sizes) >= 5
+
+
 def test_a_restart_goes_on_exactly_with_topics_that_appeared_meanwhile(spark, tmp_path) -> None:
     data, out, checkpoint = (tmp_path / name for name in ("data", "out", "cp"))
     for turn in range(3):
