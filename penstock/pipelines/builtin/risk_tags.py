@@ -35,8 +35,8 @@ LATE_AFTER = "10m"
 """How late evidence may come, and how far apart a duplicate may be; state is kept for this long."""
 FAULT_HEADER = "evidence-fault"
 """Header of a bad row: what is wrong with it."""
-WHOLE = ["tenant", "evidence_id"]
-"""What makes two evidence events the same one."""
+WHOLE = ["tenant", "refused", "whole"]
+"""What makes two rows the same: of evidence its id, of refused rows their place."""
 
 
 class Params(msgspec.Struct, forbid_unknown_fields=True):
@@ -68,11 +68,8 @@ def risk_tags(events: DataFrame, params: Params) -> DataFrame:
     )
     # A batch read knows no late rows: everything is there at once.
     late = sql.col("late") if "late" in events.columns else sql.lit(False)
-    refused = sql.col("reason").isNotNull() | late
-    accepted = judged.where(~refused).withColumn("evidence_id", sql.col("value.evidence_id"))
-    return _tagged(_first_of_each(accepted), tags_column(rules)).unionByName(
-        _set_aside(judged.where(refused))
-    )
+    marked = judged.withColumn("refused", sql.col("reason").isNotNull() | late)
+    return _as_results(_first_of_each(marked), tags_column(rules))
 
 
 def _fault() -> Column:
@@ -94,49 +91,65 @@ def _fault() -> Column:
     )
 
 
-def _first_of_each(accepted: DataFrame) -> DataFrame:
-    """Each evidence once; which of several equal ones is only told apart by its source."""
-    if accepted.isStreaming:
-        marked = accepted.withWatermark("event_time", delay(LATE_AFTER))
-        return marked.dropDuplicatesWithinWatermark(WHOLE)
+def _first_of_each(marked: DataFrame) -> DataFrame:
+    """Each evidence once, and every refused row: one query, so that events are read once.
+
+    Which of several equal ones it is can only be told by its source.
+    """
+    refused = sql.col("refused")
+    slim = marked.select(
+        "refused", "tenant", "reason", "source", "event_time",
+        sql.when(refused, sql.col("source")).otherwise(sql.col("value.evidence_id")).alias("whole"),
+        sql.when(~refused, sql.col("value")).alias("value"),
+        *(sql.when(refused, sql.col(name)).alias(name) for name in ("key", "headers", "codec", "payload")),
+        "topic", "partition", "offset",
+    )  # fmt: skip
+    if slim.isStreaming:
+        # A row without a time moves no watermark, and none takes it for late.
+        timed = slim.withColumn("counted_at", sql.when(~refused, sql.col("event_time")))
+        known = timed.withWatermark("counted_at", delay(LATE_AFTER))
+        return known.dropDuplicatesWithinWatermark(WHOLE)
     # A batch can always choose the same one, so that a replay gives the same result.
     order = Window.partitionBy(*WHOLE).orderBy("topic", "partition", "offset")
-    return accepted.withColumn("nth", sql.row_number().over(order)).where("nth = 1").drop("nth")
+    return slim.withColumn("nth", sql.row_number().over(order)).where("nth = 1")
 
 
-def _tagged(accepted: DataFrame, tags: Column) -> DataFrame:
-    found = accepted.withColumn("tags", tags).withColumn("risk", risk_column(sql.col("tags")))
+def _as_results(rows: DataFrame, tags: Column) -> DataFrame:
+    found = rows.withColumn("tags", tags).withColumn("risk", risk_column(sql.col("tags")))
     result = sql.struct(
-        "tenant", "evidence_id", "value.kind", "value.asset", "risk", "tags", "source"
-    )
-    return found.select(
-        sql.concat(sql.lit(f"{TAGS}."), sql.col("tenant")).alias("topic"),
-        sql.encode(sql.col("value.asset"), "UTF-8").alias("key"),
-        sql.expr("CAST(map() AS MAP<STRING, STRING>)").alias("headers"),
-        "event_time",
-        sql.lit("json").alias("codec"),
-        sql.encode(sql.to_json(result), "UTF-8").alias("payload"),
-    )
+        "tenant", sql.col("whole").alias("evidence_id"), "value.kind", "value.asset",
+        "risk", "tags", "source",
+    )  # fmt: skip
+    made = {
+        "topic": sql.lit(TAGS),
+        "key": sql.encode(sql.col("value.asset"), "UTF-8"),
+        "headers": _no_headers(),
+        "codec": sql.lit("json"),
+        "payload": sql.encode(sql.to_json(result), "UTF-8"),
+    }
+    aside = {
+        "topic": sql.when(sql.col("reason").isNotNull(), BAD).otherwise(LATE),
+        "headers": _headers_with_the_reason(),
+    }
+    chosen = {
+        name: sql.when(sql.col("refused"), aside.get(name, sql.col(name))).otherwise(column)
+        for name, column in made.items()
+    }
+    chosen["topic"] = sql.concat_ws(".", chosen["topic"], sql.col("tenant"))
+    return found.select("event_time", *(column.alias(name) for name, column in chosen.items()))
 
 
-def _set_aside(refused: DataFrame) -> DataFrame:
-    is_bad = sql.col("reason").isNotNull()
-    source = sql.create_map(sql.lit(SOURCE_HEADER), sql.col("source"))
-    fault = sql.create_map(sql.lit(FAULT_HEADER), sql.col("reason"))
+def _headers_with_the_reason() -> Column:
     named = (SOURCE_HEADER, FAULT_HEADER)
     kept = sql.map_filter(
-        sql.coalesce(sql.col("headers"), sql.expr("CAST(map() AS MAP<STRING, STRING>)")),
-        lambda name, _: ~name.isin(list(named)),
+        sql.coalesce(sql.col("headers"), _no_headers()), lambda name, _: ~name.isin(list(named))
     )
-    return refused.select(
-        sql.concat(
-            sql.when(is_bad, sql.lit(f"{BAD}.")).otherwise(sql.lit(f"{LATE}.")), sql.col("tenant")
-        ).alias("topic"),
-        "key",
-        sql.when(is_bad, sql.map_concat(kept, source, fault))
-        .otherwise(sql.map_concat(kept, source))
-        .alias("headers"),
-        "event_time",
-        "codec",
-        "payload",
+    source = sql.create_map(sql.lit(SOURCE_HEADER), sql.col("source"))
+    fault = sql.create_map(sql.lit(FAULT_HEADER), sql.col("reason"))
+    return sql.when(sql.col("reason").isNotNull(), sql.map_concat(kept, source, fault)).otherwise(
+        sql.map_concat(kept, source)
     )
+
+
+def _no_headers() -> Column:
+    return sql.expr("CAST(map() AS MAP<STRING, STRING>)")
