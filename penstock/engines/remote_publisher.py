@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import NamedTuple
 
+from penstock.core.respite import Respite
 from penstock.engines.channel import Channel
 from penstock.engines.engine import Draft
 from penstock.engines.layout import MERGE_EVENTS
-from penstock.model.errors import PenstockError
+from penstock.model.errors import PenstockError, Throttled
 from penstock.model.event import Receipt
 from penstock.wire.fault import to_error
 from penstock.wire.frame import Bytes, Kind
@@ -38,6 +39,7 @@ class RemotePublisher:
         self._scheduled = False
         self._sequence = 0
         self._under_way: set[asyncio.Task[None]] = set()
+        self._respite = Respite()
 
     def next_sequence(self) -> int:
         """A number for a publish or transaction, larger than all before."""
@@ -47,6 +49,10 @@ class RemotePublisher:
     async def publish(self, draft: Draft) -> Receipt:
         """Send a draft with its neighbours; durable when it returns."""
         loop = asyncio.get_running_loop()
+        if draft.deliver_at_us is None:
+            refusal = self._respite.answer(draft.tenant, draft.count, _size(draft), loop.time())
+            if refusal is not None:
+                raise refusal
         future: asyncio.Future[Receipt] = loop.create_future()
         self._waiting.append(Waiting(draft, future))
         if not self._scheduled:
@@ -86,7 +92,7 @@ class RemotePublisher:
         parts: list[Bytes] = []
         try:
             metas = [described(waiting.draft, parts) for waiting in drafts]
-            message = Publish(self.next_sequence(), metas)
+            message = Publish(self.next_sequence(), metas, self._respite.withheld())
             answer = await self._channel.call(Kind.PUBLISH, message, parts)
             published: Published = decode(answer.meta, Published)
         except PenstockError as error:
@@ -101,7 +107,14 @@ class RemotePublisher:
             if receipt is not None:
                 waiting.future.set_result(receipt)
             else:
-                waiting.future.set_exception(to_error(published.faults[number]))
+                refusal = to_error(published.faults[number])
+                self._remember(waiting.draft, refusal)
+                waiting.future.set_exception(refusal)
+
+    def _remember(self, draft: Draft, error: PenstockError) -> None:
+        if isinstance(error, Throttled) and draft.deliver_at_us is None:
+            now = asyncio.get_running_loop().time()
+            self._respite.refused(draft.tenant, draft.count, _size(draft), error, now)
 
 
 def described(draft: Draft, parts: list[Bytes]) -> DraftMeta:

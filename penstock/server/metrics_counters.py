@@ -243,11 +243,11 @@ class Counters:
         """Consumers settled events: `ack`, `nack`, `reject`, `extend`, or `late` when refused."""
         _add(self.settled_events, self.labels.word(kind), events)
 
-    def refused(self, kind: str, limit: str, tenant: str) -> None:
+    def refused(self, kind: str, limit: str, tenant: str, times: int = 1) -> None:
         """A publish or replay was refused: the last word of its error's code, and the limit."""
         labels = self.labels
         key = labels.word(kind), labels.word(limit), labels.tenant(tenant)
-        self.refusals[key] = self.refusals.get(key, 0) + 1
+        self.refusals[key] = self.refusals.get(key, 0) + times
 
     def backpressure(self, reason: str) -> None:
         """Deliveries to a client were stopped because it does not keep up."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from penstock.bus import tracing
 from penstock.core.admission import ADMITTED
 from penstock.core.entry import Entry, Produced
+from penstock.core.respite import RATES
 from penstock.engines.bundle import Bundle, combined
 from penstock.engines.embedded import EmbeddedEngine
 from penstock.engines.engine import Draft, Settle, Transaction
@@ -52,6 +53,10 @@ class Storing:
         """Store the drafts of a frame, or say where they went when it came before."""
         wish: say.Publish = decode(frame.meta, say.Publish)
         stored = self._before(wish.sequence)
+        for limit in RATES:
+            if not stored and wish.withheld.get(limit, 0) > 0:
+                tenant = self._session.identity.tenant
+                self._tally.refused("throttled", limit, tenant, wish.withheld[limit])
         receipts: list[Receipt | None] = [None] * len(wish.drafts)
         faults: dict[int, say.Fault] = {}
         drafts: dict[int, Draft] = {}

@@ -100,6 +100,8 @@ class Publish(Message, frozen=True):
 
     sequence: int
     drafts: list[DraftMeta]
+    withheld: dict[str, int] = {}
+    """Batches that the client did not send since the last one, knowing the answer, by limit."""
 
 
 class Published(Message, frozen=True):

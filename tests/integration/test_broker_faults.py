@@ -825,8 +825,37 @@ async def test_a_client_over_its_rate_rests_for_a_moment_and_goes_on(
         assert (await eager.publish("orders.created.v1.other", b"at once")).offset == 0
     later_s = metered.engine.runtime.now() + caught.value.retry_after_s
     metered.engine.runtime.now = lambda: later_s
+    await asyncio.sleep(caught.value.retry_after_s)  # the client goes by its own clock
     assert (await eager.publish_many(METERED, [b"x"] * events)).offset == RATE_PER_S
     assert metered._tcp.links == {link}, "it is the same connection"
+
+
+async def test_a_client_that_was_told_to_wait_does_not_ask_in_vain(
+    metered: Daemon, eager: penstock.Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """T11: it knows the answer, a smaller batch is sent, and the broker's counters are complete."""
+    asked: list[int] = []
+    peek = metered.engine.admission.peek
+
+    def watched(tenant: str, topic: str, events: int, now_s: float) -> Any:
+        asked.append(events)
+        return peek(tenant, topic, events, now_s)
+
+    monkeypatch.setattr(metered.engine.admission, "peek", watched)
+    await eager.publish_many(METERED, [b"x"] * (RATE_PER_S - 10))
+    refused = []
+    for _ in range(5):
+        with pytest.raises(penstock.Throttled) as caught:
+            await eager.publish_many(METERED, [b"x"] * 90)
+        refused.append(caught.value)
+    assert asked == [RATE_PER_S - 10, 90]
+    waits = [each.retry_after_s for each in refused]
+    assert waits == sorted(waits, reverse=True)
+    assert 0 < waits[-1] < waits[0] == pytest.approx(0.8)
+    assert {each.data["limit"] for each in refused} == {"events_per_s"}
+    await eager.publish_many(METERED, [b"x"] * 10)
+    [(key, count)] = metered.counters.refusals.items()
+    assert (key[:2], count) == (("throttled", "events_per_s"), 5)
 
 
 async def test_a_batch_over_the_rate_is_refused_on_the_loop_before_it_is_decoded(
