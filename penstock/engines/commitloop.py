@@ -26,6 +26,8 @@ from penstock.model.settings import Settings
 ACK_LINGER_S = 0.005
 # After a full disk, ask for room again no more often than this.
 FULL_RETRY_S = 1.0
+# A commit that takes the disk no longer than its sync.
+LITTLE_BYTES = 64 * 1024
 # Room that must be left in the journal before settled events are written down.
 CONTROL_ROOM_BYTES = 256 * 1024
 
@@ -189,8 +191,11 @@ class CommitLoop:
             return bool(taken.submissions)
         self._journal.place(taken.commit)
         mode, began = self._settings.durability.fsync, self._runtime.now()
+        # With `interval` a thread syncs meanwhile: both are the writer's, one after the other.
+        little = mode == "always" and len(taken.commit) <= LITTLE_BYTES
+        write = self._runtime.write_little if little else self._runtime.write
         try:
-            await self._runtime.write(self._write, taken.commit, mode)
+            await write(self._write, taken.commit, mode)
         except BaseException as error:
             cause = (
                 error

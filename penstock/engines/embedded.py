@@ -74,7 +74,7 @@ class EmbeddedEngine:
     def __init__(self, disk: Disk, settings: Settings, runtime: Runtime | None = None) -> None:
         self.disk = disk
         self.settings = settings
-        self.runtime = runtime or Runtime()
+        self.runtime = runtime or Runtime(settings.durability.quick_sync_us / 1e6)
         self.admission = Admission(
             msgspec.convert(settings.admission, AdmissionLimits, from_attributes=True)
         )

@@ -50,6 +50,13 @@ class Durability(Group, frozen=True):
         Meta(ge=1, le=60_000),
         about("How much time a power failure may cost with `fsync = interval`."),
     ] = 50
+    quick_sync_us: Annotated[
+        int,
+        Meta(ge=0, le=100_000),
+        about(
+            "While the disk syncs small commits faster than this, they are done on the event loop itself, without a thread; 0: never. A broker always uses a thread."
+        ),
+    ] = 1_000
 
 
 class Journal(Group, frozen=True):

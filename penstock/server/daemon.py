@@ -8,6 +8,7 @@ from pathlib import Path
 
 from penstock.bus import tracing
 from penstock.engines.embedded import EmbeddedEngine
+from penstock.engines.runtime import Runtime
 from penstock.log.disk import RealDisk
 from penstock.model.settings import Settings
 from penstock.server.admin_endpoint import Surface
@@ -35,7 +36,8 @@ class Daemon:
         self.settings = broker_settings(settings)
         self.ports: dict[str, int] = {}
         self.ready = False
-        self.engine = EmbeddedEngine(RealDisk(self.folder), self.settings)
+        # Always with a writer's thread: a disk that hangs must not keep a broker from saying so.
+        self.engine = EmbeddedEngine(RealDisk(self.folder), self.settings, runtime=Runtime())
         self.engine.lease_hold_s = self.settings.server.session_s
         self.counters = Counters()
         self.doorkeeper = Doorkeeper(self.settings.auth)
