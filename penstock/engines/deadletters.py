@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from penstock.core import intervention
 from penstock.core.delivery import QueueGroup
 from penstock.core.entry import Acked, Audited, Dead, DeadPurged, DeadReplayed, Entry
-from penstock.core.intervention import revive, withdraw
 from penstock.core.lease import Doomed
 from penstock.core.state import DeadLetter
 from penstock.engines.engine import Draft
@@ -268,7 +268,7 @@ class Graveyard:
         def entries(_: list[Receipt]) -> list[Entry]:
             assert group is not None
             assert lane is not None
-            revive(group, lane, letter.offset, self._engine.runtime.now())
+            intervention.revive(group, lane, letter.offset, self._engine.runtime.now())
             # Its return to the group goes into the same entry: a crash between two would lose it.
             return [*group.drain(), DeadReplayed(id), audit]
 
@@ -313,7 +313,7 @@ class Graveyard:
 
         def entries(receipts: list[Receipt]) -> list[Entry]:
             if group is not None and lane is not None:
-                withdraw(group, lane, offset)
+                intervention.withdraw(group, lane, offset)
             dead = Dead(letter_id, consumer, topic, event.partition, offset, event.tenant, 0, reason,
                         at_us, receipts[0].offset)  # fmt: skip
             audit = Audited(at_us, actor, "dlq.dead-letter", [letter_id], reason, {"status": None},

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from penstock.core import intervention
 from penstock.core.admission import Waiting
 from penstock.core.delivery import QueueGroup
 from penstock.core.entry import FIRST_FENCE, Entry, GroupGone, GroupPut, GroupSpec, LaneSet
-from penstock.core.intervention import reset
 from penstock.core.routing import RouteTree
 from penstock.core.state import GroupState, Place
 from penstock.core.takeup import restore
@@ -297,7 +297,7 @@ class Groups:
                 if log is not None:
                     log.reset(place, offset)
                 elif machine is not None:
-                    reset(machine, machine.lanes[place], offset)
+                    intervention.reset(machine, machine.lanes[place], offset)
             return [*written, *extra]
 
         await self._engine.intake.submit([], when_taken=entries)

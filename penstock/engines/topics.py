@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from penstock.core import intervention
 from penstock.core.entry import Entry, TopicPut, TopicSpec
-from penstock.core.intervention import reset
 from penstock.model.errors import UnknownTopic
 from penstock.model.topic import is_system, tenant_of
 
@@ -72,7 +72,7 @@ class Topics:
             for group in self._engine.dispatcher.groups.values():
                 lane = group.lanes.get((topic, partition))
                 if lane is not None:
-                    reset(group, lane, lane.end)
+                    intervention.reset(group, lane, lane.end)
                     del group.lanes[topic, partition]
         self._engine.log.drop_topic(topic)
         self._engine.fold.dedup.pop(topic, None)

@@ -12,6 +12,8 @@ import sys
 import pytest
 
 from penstock.testing.simulation import Plan, run, shrunk
+from penstock.testing.simulation.mutant import Mutant
+from penstock.testing.simulation.mutants import MUTANTS
 from penstock.testing.simulation.report import hunt
 
 # Seeds that found something once, with what it was. They run whole.
@@ -23,6 +25,7 @@ REGRESSIONS = {
     34: "retention took delayed events that had to wait longer than events are kept",
     411: "a process that died while it made the folder left a file that was taken for somebody's",
     241: "an error of a wait that was given up was reported as forgotten",
+    173: "a commit that was given up was written behind the next one and moved a cursor back",
     70: "a start wrote audit lines again that were durable, and a crash in the middle tore them",
 }
 
@@ -60,6 +63,15 @@ def test_a_seed_replays_identically() -> None:
     assert first.trace == second.trace
     assert first.operations == second.operations
     assert first.trace != run(8, plan=shrunk(Plan.draw(8), operations=600, crashes=2)).trace
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_what_a_mutant_breaks_is_there(mutant: Mutant) -> None:
+    """All of them are hunted by `make sim-mutants`, which is long; a function that moved shows here."""
+    before = mutant.owner.__dict__[mutant.attribute]
+    with mutant.alive():
+        assert mutant.owner.__dict__[mutant.attribute] is not before
+    assert mutant.owner.__dict__[mutant.attribute] is before
 
 
 @pytest.mark.parametrize("name", QUICK_MUTANTS)
