@@ -14,7 +14,7 @@ ORDERS = Input("shop.orders.#", "id BIGINT, customer STRING, amount DOUBLE", LAT
 PAYMENTS = Input("shop.payments.#", "id BIGINT, amount DOUBLE", LATE_AFTER)
 
 
-@penstock.pipeline("sold-by-minute", reads={"orders": ORDERS}, results="shop.minutes")
+@penstock.pipeline("sold-by-minute", reads={"orders": ORDERS})
 def sold_by_minute(orders):
     """Tumbling windows; what cannot be counted any more goes to a topic of its own, as it came."""
     sums = (

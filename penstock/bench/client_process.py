@@ -113,7 +113,7 @@ class ClientProcess:
         assert process.stdin is not None
         process.stdin.close()
         ended = asyncio.ensure_future(process.wait())
-        # Not a timeout: in Python 3.11.2 one never ends in a task that was given up before.
+        # Not asyncio.timeout: in a task that was given up, Python 3.11.2 takes its end for another giving up.
         await asyncio.wait([ended], timeout=wait_s)
         if not ended.done():
             with contextlib.suppress(ProcessLookupError):  # it was quicker

@@ -41,6 +41,10 @@ class Respite:
         self._refusals: dict[str, _Refusal] = {}
         self._withheld: dict[str, int] = {}
 
+    def __bool__(self) -> bool:
+        """Whether there is anything to be asked: most clients are never refused."""
+        return bool(self._refusals)
+
     def refused(
         self, tenant: str, events: int, size_bytes: int, error: Throttled, now_s: float
     ) -> None:

@@ -49,7 +49,7 @@ class RemotePublisher:
     async def publish(self, draft: Draft) -> Receipt:
         """Send a draft with its neighbours; durable when it returns."""
         loop = asyncio.get_running_loop()
-        if draft.deliver_at_us is None:
+        if self._respite and draft.deliver_at_us is None:
             refusal = self._respite.answer(draft.tenant, draft.count, _size(draft), loop.time())
             if refusal is not None:
                 raise refusal

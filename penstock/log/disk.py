@@ -153,6 +153,15 @@ def read_file(disk: Disk, path: str) -> bytes:
         file.close()
 
 
+def sync_path(path: str | Path) -> None:
+    """Have a file's bytes, or a folder's names, on stable storage."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 class RealFile:
     """A `File` on the operating system; reads are memory-mapped."""
 
@@ -299,20 +308,12 @@ class RealDisk:
             return
         path.mkdir(parents=True, exist_ok=True)
         for parent in (path, *path.parents):
-            self._sync_path(parent)
+            sync_path(parent)
             if parent == self.root.parent or parent == parent.parent:
                 break
 
     def sync_dir(self, folder: str) -> None:
-        self._sync_path(self.root / folder)
-
-    @staticmethod
-    def _sync_path(path: Path) -> None:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_path(self.root / folder)
 
     def free_bytes(self) -> int:
         status = os.statvfs(self.root)

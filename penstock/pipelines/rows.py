@@ -43,10 +43,11 @@ class Reading(msgspec.Struct, frozen=True):
         shaper = _Shaper(self, late_before_us)
         for split in splits:
             with reading([split]):
-                for stored in self._stored(split, wanted):
+                for stored in self.stored(split, wanted):
                     yield shaper.shape(stored)
 
-    def _stored(self, split: Split, wanted: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    def stored(self, split: Split, wanted: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """The log's columns of a split; what retention took fails or is skipped, as was asked for."""
         store = store_at(self.url, self.token)
         try:
             yield from store.rows(split, wanted)

@@ -142,7 +142,7 @@ class _Reader:
     def newest_us(self, parts: Iterable[Split], so_far_us: int) -> int:
         """The newest event time of some events, from which lateness is counted."""
         for split in parts:
-            for rows in self.store().rows(split, ["append_time", "event_time"]):
+            for rows in self.reading.stored(split, ["append_time", "event_time"]):
                 events, appended = (rows.column(at).view(pa.int64()).to_numpy() for at in (1, 0))
                 so_far_us = event_time.newest_us(events, appended, so_far_us)
         return so_far_us
@@ -251,7 +251,7 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
             start, end = begun[lane], bounds[lane][1]
             if start < end:
                 split = Split(*lane, start, min(end, start + SAMPLED_EVENTS))
-                for rows in self.store().rows(split, ["key", "headers", "payload"]):
+                for rows in self.reading.stored(split, ["key", "headers", "payload"]):
                     size += rows.nbytes
                     events += rows.num_rows
         return max(1.0, size / events) if events else 1.0

@@ -344,13 +344,18 @@ def test_a_checkpoint_of_another_bus_is_refused(spark, tmp_path) -> None:
         run_to_the_end(stream(spark, str(tmp_path / "other")), tmp_path / "out", tmp_path / "cp")
 
 
-@pytest.mark.parametrize("choice", ["fail", "skip"])
-def test_offsets_that_retention_took_fail_the_query_or_are_skipped(spark, tmp_path, choice) -> None:
+@pytest.mark.parametrize(
+    ("choice", "more"),
+    [("fail", {}), ("skip", {}), ("skip", {"lateAfter": "10m", "maxBytesPerTrigger": "2000000"})],
+)
+def test_offsets_that_retention_took_fail_the_query_or_are_skipped(
+    spark, tmp_path, choice, more
+) -> None:
     data = tmp_path / "data"
     small = {"journal__file_bytes": 1 << 20, "sealing__process": False, "sealing__grace_s": 0.0}
     with penstock.connect_sync(data, **small) as bus:
         bus.publish_many("a", [b"x" * 1_000] * 10)
-    frame = stream(spark, str(data), onExpired=choice)
+    frame = stream(spark, str(data), onExpired=choice, **more)
     run_to_the_end(frame, tmp_path / "out", tmp_path / "cp")
     dice = random.Random(1)
     with penstock.connect_sync(data, retention__max_bytes=1 << 20, **small) as bus:

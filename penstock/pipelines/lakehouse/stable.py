@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 
+from penstock.log.disk import sync_path
+
 MOST_REMEMBERED = 10_000
 _named: set[tuple[str, int]] = set()
 """Folders, with their inodes, whose own names are on the disk."""
@@ -15,9 +17,9 @@ _named: set[tuple[str, int]] = set()
 
 def sync(path: str) -> None:
     """Have a file on the disk, with the names that lead to it."""
-    _sync(path)
+    sync_path(path)
     folder = os.path.dirname(path)
-    _sync(folder)
+    sync_path(folder)
     if len(_named) > MOST_REMEMBERED:
         _named.clear()
     while (known := (folder, os.stat(folder).st_ino)) not in _named:
@@ -26,13 +28,5 @@ def sync(path: str) -> None:
         # Where nobody may look nobody makes folders either.
         if above == folder or not os.access(above, os.R_OK):
             break
-        _sync(above)
+        sync_path(above)
         folder = above
-
-
-def _sync(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
