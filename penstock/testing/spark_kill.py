@@ -36,8 +36,8 @@ STAGES = (
     "source.planned", "source.reading", "sink.task-begun", "sink.task-done", "sink.before-commit",
     "sink.after-commit", "lakehouse.files-written", "lakehouse.committed",
 )  # fmt: skip
-EVENTS = 60
-PER_BATCH = 25  # so that a kill finds three batches at least
+EVENTS = 50
+PER_BATCH = 25  # two batches at least: drivers die at their first or second chance
 STREAK = 4
 CHILD_S = 300.0
 MODULE = "penstock.testing.spark_kill"  # not __name__, which is __main__ for the command
