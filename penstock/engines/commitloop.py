@@ -1,6 +1,6 @@
 """The commit loop: takes what waits, writes it in one go, and only then lets it be true.
 
-While a thread writes one commit the loop collects the next: under load commits grow by themselves,
+While one commit is written the loop collects the next: under load commits grow by themselves,
 and one fdatasync pays for everything that arrived meanwhile.
 """
 
@@ -17,6 +17,7 @@ from penstock.core.lease import Lease
 from penstock.engines.layout import Layout, Placed
 from penstock.engines.pending import Pending, Submission
 from penstock.engines.runtime import Runtime
+from penstock.engines.writer import Writer
 from penstock.log.frame import CONTROL, frame_bytes
 from penstock.log.journal import Commit, Journal
 from penstock.model.errors import BusClosed, DiskFull, PenstockError, WriterFailed
@@ -26,8 +27,6 @@ from penstock.model.settings import Settings
 ACK_LINGER_S = 0.005
 # After a full disk, ask for room again no more often than this.
 FULL_RETRY_S = 1.0
-# A commit that takes the disk no longer than its sync.
-LITTLE_BYTES = 64 * 1024
 # Room that must be left in the journal before settled events are written down.
 CONTROL_ROOM_BYTES = 256 * 1024
 
@@ -79,6 +78,7 @@ class CommitLoop:
         self._layout = layout
         self._source = source
         self._runtime = runtime
+        self._writer = Writer(journal, runtime, settings.durability)
         self._settings = settings
         self._laid = laid
         self._committed = committed
@@ -190,12 +190,9 @@ class CommitLoop:
             self._resolve(flushes, None if taken.drained else self._full)
             return bool(taken.submissions)
         self._journal.place(taken.commit)
-        mode, began = self._settings.durability.fsync, self._runtime.now()
-        # With `interval` a thread syncs meanwhile: both are the writer's, one after the other.
-        little = mode == "always" and len(taken.commit) <= LITTLE_BYTES
-        write = self._runtime.write_little if little else self._runtime.write
+        began = self._runtime.now()
         try:
-            await write(self._write, taken.commit, mode)
+            await self._writer.write(taken.commit)
         except BaseException as error:
             cause = (
                 error
@@ -207,16 +204,13 @@ class CommitLoop:
             raise
         self.commits += 1
         self.write_s += self._runtime.now() - began
-        self._committed(taken)
-        self._answer(taken.submissions)
+        try:
+            self._committed(taken)
+        finally:  # it is durable, whatever happens now
+            self._answer(taken.submissions)
         self._resolve(flushes, None if taken.drained else self._full)
         self._give_room()
         return True
-
-    def _write(self, commit: Commit, mode: str) -> None:
-        self._journal.write(commit, sync=mode == "always")
-        if mode == "never":
-            self._journal.publish(commit.end)
 
     async def _find_room(self) -> None:
         """Have a spare journal file ready, or know that the disk is full."""

@@ -1,8 +1,9 @@
 """The embedded engine: the whole bus in one process, on a folder (or, for `mem:`, in memory).
 
-One task owns all state; a thread writes commits; another process seals. The parts:
+One task owns all state and writes commits; another process seals. The parts:
 
-    intake, pending, layout, commitloop    from a draft to a durable batch
+    intake, pending, layout, commitloop,
+    writer                                 from a draft to a durable batch
     topics, groups, dispatcher, logreader  what there is, who reads what, and from where
     handle, reading                        events in a consumer's hands, and read back
     deadletters, timekeeper                what failed, what waits

@@ -104,6 +104,8 @@ class Inbox:
     def __init__(self, group: QueueGroup, member: Member, leave: Callable[[Inbox], None]) -> None:
         self.group = group
         self.member = member
+        self.taker: Callable[[LeasedBatch], bool] | None = None
+        """Takes what arrives at once, if it can; what it does not take waits for `receive`."""
         self._leave = leave
         self._waiting: deque[LeasedBatch] = deque()
         self._getter: asyncio.Future[None] | None = None
@@ -111,6 +113,8 @@ class Inbox:
 
     def put(self, delivery: LeasedBatch) -> None:
         """Something arrived."""
+        if self.taker is not None and not self._waiting and self.taker(delivery):
+            return
         self._waiting.append(delivery)
         self._ring()
 
@@ -134,6 +138,10 @@ class Inbox:
 
     async def close(self) -> None:
         """Leave the group."""
+        self.leave()
+
+    def leave(self) -> None:
+        """Leave the group; what was not settled returns to it."""
         if self._stopped is None:
             self._stopped = BusClosed("the subscription is closed; subscribe again")
             self._leave(self)

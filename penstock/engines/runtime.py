@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -15,8 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import TypeVar, TypeVarTuple
 
-# Small writes that a thread does after a slow one, and after one that took many times as long.
-SLOW_WRITES, STALLED_WRITES, STALL = 32, 1_000, 4
+from penstock.engines.kernel_sync import KernelSync
+
+log = logging.getLogger("penstock.engine")
+
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
 
@@ -79,49 +82,18 @@ def _set_exception(future: asyncio.Future[T], error: BaseException) -> None:
         future.set_exception(error)
 
 
-class Haste:
-    """Whether a disk is so quick that handing a write to a thread takes longer than the write.
-
-    One slow write, and the next ones are a thread's again; a stall, and very many are.
-
-    >>> haste = Haste(limit_s=0.001)
-    >>> for _ in range(SLOW_WRITES):
-    ...     haste.took(0.0002)
-    >>> haste.quick
-    True
-    >>> haste.took(0.003)
-    >>> haste.quick
-    False
-    """
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._thread_for = SLOW_WRITES
-
-    @property
-    def quick(self) -> bool:
-        """Whether the next write may be done here and now."""
-        return self._thread_for == 0 and self._limit_s > 0
-
-    def took(self, seconds: float) -> None:
-        """A small write is done."""
-        if seconds > STALL * self._limit_s:
-            self._thread_for = STALLED_WRITES
-        elif seconds > self._limit_s:
-            self._thread_for = max(self._thread_for, SLOW_WRITES)
-        elif self._thread_for:
-            self._thread_for -= 1
-
-
 class Runtime:
     """What an engine needs of the world beside a disk.
 
-    The writer has a thread of its own, so that a commit never queues behind a slow read. While the
-    disk takes less than `quick_s` for a small write, those are done without it.
+    The writer has a thread of its own, so that a commit never queues behind a slow read.
     """
 
     def __init__(self, quick_s: float = 0.0) -> None:
-        self._haste = Haste(quick_s)
+        self.quick_s = quick_s
+        """For how long a sync may hold up the loop."""
+        self.syncs_alone = True
+        """Whether `sync` needs no thread; true until the system objects."""
+        self._kernel: KernelSync | None = None
         self.now: Callable[[], float] = time.monotonic
         """Seconds on a clock that never jumps; the loop's own once an engine runs on it."""
         self._writer = Worker("penstock-writer")
@@ -143,19 +115,18 @@ class Runtime:
         """Run on the writer's thread."""
         return await self._writer.run(function, *args)
 
-    async def write_little(self, function: Callable[[*Args], None], *args: *Args) -> None:
-        """Run on the writer's thread, or right here while that is quicker."""
-        haste = self._haste
-
-        def timed() -> None:
-            began = time.perf_counter()
-            function(*args)
-            haste.took(time.perf_counter() - began)
-
-        if haste.quick:
-            timed()
+    async def sync(self, descriptor: int) -> None:
+        """Have an open file's bytes on stable storage; raises OSError when they may not be."""
+        try:
+            if self._kernel is None:
+                self._kernel = KernelSync(asyncio.get_running_loop())
+            synced = self._kernel.sync(descriptor)
+        except (OSError, NotImplementedError) as error:  # of asking: no such call, loop or file
+            log.info("syncs take a thread: the system has no others", extra={"why": str(error)})
+            self.syncs_alone = False
+            await self.write(os.fdatasync, descriptor)
         else:
-            await self.write(timed)
+            await synced
 
     async def read(self, function: Callable[[*Args], T], *args: *Args) -> T:
         """Run on one of the readers' threads."""
@@ -167,5 +138,8 @@ class Runtime:
 
     def close(self) -> None:
         """Let the threads end."""
+        kernel, self._kernel = self._kernel, None
+        if kernel is not None:
+            kernel.close()
         self._writer.close()
         self._readers.shutdown()

@@ -30,6 +30,11 @@ DSYNC = getattr(os, "RWF_DSYNC", 0)  # Linux; elsewhere a write and a sync
 class File(Protocol):
     """One open file. Appends go to `end`; nothing is durable before `sync`."""
 
+    @property
+    def descriptor(self) -> int | None:
+        """What the operating system knows the file by, if it does."""
+        ...
+
     def append(self, parts: Sequence[Bytes]) -> None:
         """Write the parts one after another at the end of what was written so far."""
         ...
@@ -169,6 +174,10 @@ class RealFile:
         self._fd = descriptor
         self._end = os.fstat(descriptor).st_size
         self._map: mmap.mmap | None = None
+
+    @property
+    def descriptor(self) -> int | None:
+        return self._fd
 
     def append(self, parts: Sequence[Bytes]) -> None:
         self._append(parts, 0)

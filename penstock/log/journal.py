@@ -1,6 +1,6 @@
 """The journal: one ordered log that everything is appended to, committed in groups.
 
-The owner collects entries into a `Commit`, a thread of its own writes and syncs it while the owner
+The owner collects entries into a `Commit`, it is written and synced while the owner
 goes on, and only then are the entries true. Files are allocated before they are written, so a full
 disk shows itself before anything is accepted, never in the middle of a commit.
 """
@@ -137,8 +137,8 @@ class Commit:
 class Journal:
     """The writer's side: the active file, the spare one behind it, and the watermark.
 
-    `prepare`, `write` and `sync` touch the disk; the owner calls them one at a time, from a
-    thread. The rest is arithmetic and belongs to the owner's loop.
+    `prepare`, `write`, `sync` and `harden` touch the disk; the owner calls them one at a time. The
+    rest is arithmetic and belongs to the owner's loop.
     """
 
     def __init__(self, disk: Disk, settings: JournalSettings, *, position: int, epoch: int) -> None:
@@ -197,11 +197,16 @@ class Journal:
             keep = min(self._settings.reserve_bytes, self._settings.file_bytes // 4)
         return commit.end - self.base + size + keep <= self._allocated
 
+    @property
+    def descriptor(self) -> int | None:
+        """The active file, for whoever syncs it; None where the operating system knows none."""
+        return None if self._file is None else self._file.descriptor
+
     def place(self, commit: Commit) -> None:
         """Take the commit's place in the journal; the next one begins behind it."""
         self.position = commit.end
 
-    # -- on the writer's thread ------------------------------------------------------------------
+    # -- on the disk -----------------------------------------------------------------------------
 
     def prepare(self, size: int) -> None:
         """Allocate the spare file; raises DiskFull when there is no room, and changes nothing."""
@@ -243,10 +248,9 @@ class Journal:
             self._file_bytes += len(commit)
             self.written_bytes += len(commit)
             if sync:
-                self.durable = commit.end
-                self._watermark.publish(commit.end, self.epoch)
+                self.harden(commit.end)
         except OSError as error:
-            raise self._fail(error) from error
+            raise self.fail(error) from error
 
     def sync(self) -> None:
         """Make everything written so far durable and visible to other processes."""
@@ -256,10 +260,14 @@ class Journal:
         try:
             if self._file is not None:
                 self._file.sync()
-            self.durable = end
-            self._watermark.publish(end, self.epoch)
+            self.harden(end)
         except OSError as error:
-            raise self._fail(error) from error
+            raise self.fail(error) from error
+
+    def harden(self, end: int) -> None:
+        """What lies before `end` is on stable storage: let other processes see it."""
+        self.durable = end
+        self._watermark.publish(end, self.epoch)
 
     def publish(self, end: int) -> None:
         """Show other processes what was written, durable or not (`fsync = never`)."""
@@ -277,7 +285,8 @@ class Journal:
         self._file, self._spare = self._spare, None
         self._file_base, self._file_bytes = base, 0
 
-    def _fail(self, error: OSError) -> WriterFailed:
+    def fail(self, error: OSError) -> WriterFailed:
+        """The disk refused: nothing is taken any more; returns the error to raise."""
         self.failed = WriterFailed(
             f"the disk could not make events durable ({error.strerror}); what was acknowledged is "
             "kept, what was not may be lost. Check the disk, then open the folder again",

@@ -27,6 +27,7 @@ class MemoryFile:
     """A `File` over `Pages`; every handle has its own append position."""
 
     __slots__ = ("_disk", "_end", "_node", "_state")
+    descriptor = None
 
     def __init__(self, disk: MemoryDisk, node: MemoryNode, *, write: bool) -> None:
         self._disk = disk

@@ -36,7 +36,7 @@ class Daemon:
         self.settings = broker_settings(settings)
         self.ports: dict[str, int] = {}
         self.ready = False
-        # Always with a writer's thread: a disk that hangs must not keep a broker from saying so.
+        # Its loop never waits for a sync: a disk that hangs must not keep a broker from saying so.
         self.engine = EmbeddedEngine(RealDisk(self.folder), self.settings, runtime=Runtime())
         self.engine.lease_hold_s = self.settings.server.session_s
         self.counters = Counters()

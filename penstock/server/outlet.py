@@ -40,21 +40,48 @@ class QueueOutlet:
         self._session = session
         self._feed = feed
         self._inbox = inbox
+        self._waits = False
+        """The task has something in hand for which there is no room."""
+        inbox.taker = self._take
         self._task = asyncio.create_task(self._run(), name=f"penstock-outlet-{wanted.group}")
 
     async def _run(self) -> None:
         try:
             while True:
                 leased = await self._inbox.receive()
+                self._waits = True
                 await self._session.room()
-                number = self._session.next_delivery()
-                self.held[number] = leased
-                self.send(number)
-        except PenstockError as error:
-            self._session.stopped(self._feed, error)
+                self._waits = False
+                self._deliver(leased)
         except Exception as error:
-            log.exception("a feed failed", extra={"group": self.wanted.group})
-            self._session.stopped(self._feed, PenstockError(f"the broker failed: {error!r}"))
+            self._failed(error)
+
+    def _take(self, leased: LeasedBatch) -> bool:
+        """Send what arrived at once: waiting for the task's turn would take as long as all of this."""
+        try:
+            if self._waits or not self._session.has_room:
+                return False
+            self._deliver(leased)
+        except Exception as error:
+            # The commit loop called, which serves all the others.
+            self._inbox.taker = None
+            self._task.cancel()
+            asyncio.get_running_loop().call_soon(self._failed, error)
+        return True
+
+    def _deliver(self, leased: LeasedBatch) -> None:
+        number = self._session.next_delivery()
+        self.held[number] = leased
+        self.send(number)
+
+    def _failed(self, error: Exception) -> None:
+        self._inbox.taker = None
+        self._inbox.leave()
+        self.held.clear()
+        if not isinstance(error, PenstockError):
+            log.error("a feed failed", exc_info=error, extra={"group": self.wanted.group})
+            error = PenstockError(f"the broker failed: {error!r}")
+        self._session.stopped(self._feed, error)
 
     async def adopt(self, held: list[Held]) -> dict[int, list[int]]:
         """Take up what the client held before the broker was restarted."""
@@ -167,6 +194,7 @@ class QueueOutlet:
     async def leave(self) -> None:
         """Leave the group, in this turn of the loop; what is not settled returns to it."""
         self._task.cancel()
+        self._inbox.taker = None
         await self._inbox.close()
         self.held.clear()
 

@@ -132,7 +132,7 @@ class Session:
         return request in self._answers or request in self._working
 
     def detach(self) -> None:
-        """The connection is gone; the session waits for another."""
+        """The connection is gone; feeds wait for another, or for their end."""
         self.link = None
         self._attached.clear()
         self.heard_at = self._broker.now()
@@ -147,11 +147,16 @@ class Session:
         if self.link is not None:
             self.link.rest(seconds)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether there is a connection that takes more."""
+        return self.link is not None and self.link.pending_bytes() <= self._broker.send_buffer_bytes
+
     async def room(self) -> None:
         """Wait until there is a connection that takes more."""
-        if self.link is not None and self.link.pending_bytes() > self._broker.send_buffer_bytes:
+        if self.link is not None and not self.has_room:
             self._broker.tally.backpressure("send-buffer")
-        while self.link is None or self.link.pending_bytes() > self._broker.send_buffer_bytes:
+        while not self.has_room:
             if self.link is None:
                 await self._attached.wait()
             else:
@@ -235,9 +240,8 @@ class Session:
                     outlet.settle(settlement)
                     break
             else:
-                for outlet in self._queues():
+                for outlet in self._queues()[:1]:
                     outlet.refuse(settlement)
-                    break
         if not self.settled % CONFIRM_EVERY:
             self._confirm()
 
@@ -344,8 +348,7 @@ class Session:
         outlet = self.feeds.get(feed)
         if not isinstance(outlet, LogOutlet):
             if feed in self._ended:
-                fault = decode(self._ended[feed].meta, say.Feed).fault
-                raise to_error(fault)
+                raise to_error(decode(self._ended[feed].meta, say.Feed).fault)
             raise BusClosed("the subscription is closed; subscribe again")
         return outlet
 
@@ -354,8 +357,7 @@ class Session:
         await self._opened(feed)
         batch, epoch = await self.log_outlet(feed).fetch()
         self._broker.delivered(batch, batch.count, 1)
-        meta = encode(say.Fetched(epoch))
-        return Frame(Kind.RESULT, frame.request, meta, (batch.encode(),))
+        return Frame(Kind.RESULT, frame.request, encode(say.Fetched(epoch)), (batch.encode(),))
 
     async def _commit(self, frame: Frame) -> Frame:
         commit = decode(frame.meta, say.Commit)
@@ -369,7 +371,8 @@ class Session:
 
     async def close(self) -> None:
         """End the session: leave all groups, drop what was only its own."""
-        link, self.link = self.link, None
+        link = self.link
+        self.detach()
         if link is not None:
             link.close()
         for task in list(self._working.values()):  # first: one may be about to open a feed

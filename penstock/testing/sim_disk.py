@@ -59,6 +59,7 @@ class SimFile:
     """A `File` on a `SimDisk`."""
 
     __slots__ = ("_disk", "_end", "_inode", "_open", "_writable")
+    descriptor = None
 
     def __init__(self, disk: SimDisk, inode: SimInode, *, write: bool) -> None:
         self._disk = disk

@@ -938,6 +938,25 @@ async def test_a_disk_that_is_full_under_load(small_disk: Path) -> None:
         assert site.stop() == 0
 
 
+@pytest.mark.timeout(30)
+async def test_a_feed_of_a_client_that_left_waits_without_spinning(tmp_path: Path) -> None:
+    """T4: a client may leave while events are on their way to it; the broker goes on."""
+    daemon = inside(tmp_path, {})
+    await daemon.start()
+    try:
+        url = f"penstock://127.0.0.1:{daemon.ports['tcp']}"
+        async with penstock.connect(url) as bus, bus.subscribe("t", group="g"):
+            [session] = daemon.broker.sessions.values()
+        while session.id in daemon.broker.sessions:
+            await asyncio.sleep(0.01)
+        waiting = asyncio.ensure_future(session.room())
+        await asyncio.sleep(0.05)  # for ever, if it spins
+        assert not waiting.done()
+        waiting.cancel()
+    finally:
+        await daemon.stop()
+
+
 async def test_a_clock_that_jumps_back_an_hour(tmp_path: Path) -> None:
     """T6: append times never run back; leases, retries, heartbeats and sessions do not notice."""
     ahead_us = 0

@@ -75,9 +75,9 @@ async def test_a_repeated_one_waits_for_the_commit_of_the_first(tmp_path, monkey
         await prepared(bus)
         engine: Any = bus.engine
         log = engine.log.partition(marker_topic("default"), 0)
-        write, ends = engine.commits._write, []
+        write, ends = engine.commits._writer._write, []
         monkeypatch.setattr(
-            engine.commits, "_write", lambda *args: (ends.append(log.end), write(*args))
+            engine.commits._writer, "_write", lambda *args: (ends.append(log.end), write(*args))
         )
 
         async def attempt() -> tuple[bool, int]:

@@ -1,0 +1,143 @@
+"""The broker's end of a queue subscription: what arrives goes out at once, in order (T4, Q7)."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from penstock.core.entry import GroupSpec
+from penstock.core.lease import Member
+from penstock.engines.engine import Subscribe
+from penstock.engines.handle import Inbox
+from penstock.model.errors import PenstockError
+from penstock.model.event import Identity
+from penstock.server.outlet import QueueOutlet
+
+
+class Client:
+    """A session whose connection takes more, or does not."""
+
+    def __init__(self) -> None:
+        self.open = asyncio.Event()
+        self.open.set()
+        self.ended: list[tuple[int, PenstockError]] = []
+        self.link_fails = False
+        self._delivery = 0
+
+    @property
+    def has_room(self) -> bool:
+        return self.open.is_set()
+
+    async def room(self) -> None:
+        await self.open.wait()
+
+    def next_delivery(self) -> int:
+        self._delivery += 1
+        return self._delivery
+
+    def stopped(self, feed: int, error: PenstockError) -> None:
+        self.ended.append((feed, error))
+        if self.link_fails:
+            raise MemoryError
+
+
+class Outlet(QueueOutlet):
+    """Notes what it would send; a delivery that is an error fails."""
+
+    def __init__(self, client: Client, inbox: Inbox) -> None:
+        self.sent: list[Any] = []
+        wanted = Subscribe("g", GroupSpec(("t",)), "m", 10, Identity())
+        super().__init__(cast(Any, client), 7, wanted, inbox)
+
+    def send(self, number: int) -> None:
+        leased: Any = self.held[number]
+        if isinstance(leased, Exception):
+            raise leased
+        self.sent.append(leased)
+
+
+@pytest.fixture
+def inbox() -> Inbox:
+    return Inbox(cast(Any, None), Member("m", 10), lambda inbox: None)
+
+
+def put(inbox: Inbox, *deliveries: Any) -> None:
+    for each in deliveries:
+        inbox.put(each)
+
+
+async def test_what_arrives_goes_out_within_the_call(inbox: Inbox) -> None:
+    outlet = Outlet(Client(), inbox)
+    put(inbox, 1, 2)
+    assert outlet.sent == [1, 2]
+    await outlet.close()
+
+
+async def test_without_room_it_waits_and_nothing_overtakes(inbox: Inbox) -> None:
+    client = Client()
+    outlet = Outlet(client, inbox)
+    client.open.clear()
+    put(inbox, 1)
+    await asyncio.sleep(0.01)  # the task has it in hand
+    client.open.set()
+    put(inbox, 2, 3)  # there is room again, and the first is first
+    assert outlet.sent == []
+    async with asyncio.timeout(5):
+        while len(outlet.sent) < 3:
+            await asyncio.sleep(0)
+    put(inbox, 4)
+    assert outlet.sent == [1, 2, 3, 4]
+    await outlet.close()
+
+
+@pytest.mark.parametrize("room", [True, False])
+async def test_a_delivery_that_fails_ends_the_feed_and_nothing_else(
+    inbox: Inbox, caplog: pytest.LogCaptureFixture, room: bool
+) -> None:
+    client = Client()
+    outlet = Outlet(client, inbox)
+    if not room:
+        client.open.clear()
+    put(inbox, ValueError("no such number"))
+    await asyncio.sleep(0.01)
+    client.open.set()
+    await asyncio.sleep(0.01)
+    [(feed, error)] = client.ended
+    assert (feed, "no such number" in error.message) == (7, True)
+    assert "a feed failed" in caplog.text
+    put(inbox, 5)
+    await asyncio.sleep(0.01)
+    assert outlet.sent == []
+    await outlet.close()
+
+
+async def test_whoever_puts_never_hears_of_it(
+    inbox: Inbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commit loop puts, and serves all the others."""
+    left: list[Inbox] = []
+    inbox._leave = left.append
+    client, troubles = Client(), []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: troubles.append(context))
+    client.link_fails = True
+    outlet = Outlet(client, inbox)
+    put(inbox, ValueError("no such number"))
+    await asyncio.sleep(0.01)
+    assert (len(client.ended), len(troubles), left) == (1, 1, [inbox])
+    monkeypatch.setattr(Client, "has_room", property(lambda client: 1 / 0))
+    other = Inbox(cast(Any, None), Member("n", 10), left.append)
+    Outlet(client, other)
+    put(other, 1)
+    await asyncio.sleep(0.01)
+    assert left == [inbox, other]
+    await outlet.close()
+
+
+async def test_after_leaving_nothing_goes_out(inbox: Inbox) -> None:
+    outlet = Outlet(Client(), inbox)
+    await outlet.leave()
+    put(inbox, 1)
+    await asyncio.sleep(0.01)
+    assert outlet.sent == []

@@ -1,0 +1,222 @@
+"""How commits get onto the disk: by the loop, by the kernel beside it, or by a thread (Y1, T6)."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock
+from penstock.engines import kernel_sync, writer
+from penstock.engines.kernel_sync import KernelSync
+from penstock.engines.runtime import Runtime
+from penstock.engines.writer import SLOW_WRITES, STALLED_WRITES, Haste
+from penstock.log.journal import Journal, Watermark
+from penstock.model.errors import WriterFailed
+
+LIMIT_S = 0.001
+PATIENCE_S = 0.1  # a busy machine holds up everybody for longer than a disk does
+THREAD = "penstock-writer"
+
+
+def test_one_slow_write_takes_the_thread_for_some_and_a_stall_for_many() -> None:
+    haste = Haste(LIMIT_S)
+    for seconds, writes in ((LIMIT_S * 2, SLOW_WRITES), (LIMIT_S * 5, STALLED_WRITES)):
+        haste.took(seconds)
+        for _ in range(writes):
+            assert not haste.quick
+            haste.took(LIMIT_S / 2)
+        assert haste.quick
+
+
+def test_without_a_limit_the_thread_does_it_all() -> None:
+    haste = Haste(0.0)
+    for _ in range(2 * STALLED_WRITES):
+        haste.took(0.0)
+    assert not haste.quick
+
+
+class Writers:
+    """Who wrote and who synced, and a disk that stalls when told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.names: list[str] = []
+        self.beside = 0
+        self.stall_s = 0.0
+        write, sync = Journal.write, Runtime.sync
+
+        def noted(journal: Journal, *args: Any, **more: Any) -> None:
+            self.names.append(threading.current_thread().name)
+            time.sleep(self.stall_s)
+            write(journal, *args, **more)
+
+        async def counted(runtime: Runtime, descriptor: int) -> None:
+            self.beside += 1
+            await sync(runtime, descriptor)
+
+        monkeypatch.setattr(Journal, "write", noted)
+        monkeypatch.setattr(Runtime, "sync", counted)
+        monkeypatch.setattr(writer, "HELD_UP_S", PATIENCE_S)
+
+    async def publish(self, bus: penstock.Bus, times: int, size: int = 10) -> set[str]:
+        self.names.clear()
+        self.beside = 0
+        for _ in range(times):
+            await bus.publish("t", os.urandom(size))
+        return set(self.names)
+
+
+@pytest.fixture
+def writers(monkeypatch: pytest.MonkeyPatch) -> Writers:
+    return Writers(monkeypatch)
+
+
+@pytest.fixture
+def loop_thread() -> str:
+    return threading.current_thread().name
+
+
+async def test_a_quick_disk_needs_no_thread_and_one_that_stalls_gets_it_back(
+    tmp_path: Path, writers: Writers, loop_thread: str
+) -> None:
+    # As if it were quick, whatever else the machine does.
+    async with penstock.connect(tmp_path, durability__quick_sync_us=int(PATIENCE_S * 1e6)) as bus:
+        await writers.publish(bus, 2 * SLOW_WRITES)
+        assert await writers.publish(bus, 10) == {loop_thread}
+        assert not writers.beside
+        assert await writers.publish(bus, 1, size=200_000) == {THREAD}
+        writers.stall_s = 1.5 * PATIENCE_S
+        await writers.publish(bus, 1)
+        writers.stall_s = 0.0
+        await writers.publish(bus, SLOW_WRITES - 1)
+        assert writers.beside == SLOW_WRITES - 1
+        assert await writers.publish(bus, 3) == {loop_thread}
+        assert writers.beside < 3
+        assert len([event async for event in bus.replay("t")]) == 3 * SLOW_WRITES + 14
+
+
+async def test_the_kernel_syncs_beside_a_loop_that_may_not_wait(
+    tmp_path: Path, writers: Writers, loop_thread: str
+) -> None:
+    async with penstock.connect(tmp_path, durability__quick_sync_us=0) as bus:
+        assert await writers.publish(bus, SLOW_WRITES) == {THREAD}
+        assert await writers.publish(bus, 10) == {loop_thread}
+        assert writers.beside == 10
+        writers.stall_s = 1.5 * PATIENCE_S
+        assert await writers.publish(bus, 1) == {loop_thread}
+        writers.stall_s = 0.0
+        assert await writers.publish(bus, SLOW_WRITES) == {THREAD}
+        assert len([event async for event in bus.replay("t")]) == 2 * SLOW_WRITES + 11
+    async with penstock.connect(tmp_path) as bus:
+        assert len([event async for event in bus.replay("t")]) == 2 * SLOW_WRITES + 11
+
+
+async def test_nothing_is_answered_before_it_is_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, asked = asyncio.Event(), asyncio.Event()
+
+    async def gated(runtime: Runtime, descriptor: int) -> None:
+        asked.set()
+        await gate.wait()
+
+    monkeypatch.setattr(writer, "HELD_UP_S", PATIENCE_S)
+    async with penstock.connect(tmp_path, durability__quick_sync_us=0) as bus:
+        for _ in range(SLOW_WRITES):
+            await bus.publish("t", b"")
+        monkeypatch.setattr(Runtime, "sync", gated)
+        waiting = asyncio.ensure_future(bus.publish("t", b""))
+        await asked.wait()
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        assert bus.engine.journal.durable < bus.engine.journal.position
+        gate.set()
+        await waiting
+        assert bus.engine.journal.durable == bus.engine.journal.position
+
+
+async def test_a_sync_that_fails_is_the_end_of_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(runtime: Runtime, descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(writer, "HELD_UP_S", PATIENCE_S)
+    async with penstock.connect(tmp_path, durability__quick_sync_us=0) as bus:
+        for _ in range(SLOW_WRITES):
+            await bus.publish("t", b"")
+        monkeypatch.setattr(Runtime, "sync", broken)
+        with pytest.raises(WriterFailed, match="could not make events durable"):
+            await bus.publish("t", b"")
+        monkeypatch.undo()
+        with pytest.raises(WriterFailed):
+            await bus.publish("t", b"")
+
+
+async def test_readers_that_cannot_be_told_are_the_end_of_writing_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(watermark: Watermark, *args: Any, **more: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    async with penstock.connect(tmp_path, durability__quick_sync_us=0) as bus:
+        for _ in range(SLOW_WRITES):
+            await bus.publish("t", b"")
+        with monkeypatch.context() as patch:
+            patch.setattr(Watermark, "publish", broken)
+            with pytest.raises(WriterFailed, match="could not make events durable"):
+                await bus.publish("t", b"")
+        assert bus.engine.journal.failed is not None
+
+
+def _no_such_call(*_: Any) -> None:
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize("lacks", ["calls", "readers"])
+async def test_a_system_without_syncs_of_its_own_uses_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writers: Writers, lacks: str
+) -> None:
+    if lacks == "calls":
+        monkeypatch.setattr(kernel_sync, "CALLS", {})
+    else:
+        monkeypatch.setattr(type(asyncio.get_running_loop()), "add_reader", _no_such_call)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises((OSError, NotImplementedError)):
+        KernelSync(asyncio.get_running_loop())
+    assert len(os.listdir("/proc/self/fd")) == before
+    async with penstock.connect(tmp_path, durability__quick_sync_us=0) as bus:
+        await writers.publish(bus, SLOW_WRITES + 1)
+        assert writers.beside == 1
+        assert await writers.publish(bus, 3) == {THREAD}
+        assert not writers.beside
+        assert len([event async for event in bus.replay("t")]) == SLOW_WRITES + 4
+
+
+async def test_intervals_are_the_threads(tmp_path: Path, writers: Writers) -> None:
+    async with penstock.connect(tmp_path, durability__fsync="interval") as bus:
+        assert await writers.publish(bus, 3 * SLOW_WRITES) == {THREAD}
+
+
+async def test_several_files_at_once_and_one_that_is_none(tmp_path: Path) -> None:
+    kernel = KernelSync(asyncio.get_running_loop())
+    descriptors = [os.open(tmp_path / str(n), os.O_CREAT | os.O_RDWR) for n in range(20)]
+    try:
+        for descriptor in descriptors:
+            os.write(descriptor, b"x" * 5_000)
+        await asyncio.gather(*map(kernel.sync, descriptors))
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            await kernel.sync(max(descriptors) + 1_000)
+        given_up = kernel.sync(descriptors[0])
+        given_up.cancel()
+        await kernel.sync(descriptors[1])
+    finally:
+        kernel.close()
+        for descriptor in descriptors:
+            os.close(descriptor)
