@@ -81,6 +81,8 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     rows: int
     size_bytes: int
     crc32: int
+    columns: list[int] = []
+    """The checksum of each column's bytes, in Parquet's order; empty in the tail, and in old files."""
 
 
 class SegmentInfo(msgspec.Struct, frozen=True):
@@ -143,14 +145,14 @@ def write_segment(
         raise ValueError("a segment needs at least one event")
     writer.close()
     buffer = sink.getvalue()
-    _compare(buffer, written)
+    metadata = _compare(buffer, written)
     data = memoryview(buffer).cast("B")
-    ends.append(len(data))
     rows = [group.num_rows for group in written]
     spans = [
-        Span(count, end - start, zlib.crc32(data[start:end]))
-        for count, start, end in zip([*rows, 0], ends, ends[1:], strict=False)
+        Span(count, end - start, zlib.crc32(data[start:end]), _column_sums(metadata, index, data))
+        for index, (count, start, end) in enumerate(zip(rows, ends, ends[1:], strict=False))
     ]
+    spans.append(Span(0, len(data) - ends[-1], zlib.crc32(data[ends[-1] :])))
     path = segment_path(number, shared=shared)
     write_file(disk, path, [data])
     return SegmentInfo(
@@ -163,6 +165,18 @@ def write_segment(
         ranges=builder.finish(),
         spans=spans,
     )
+
+
+def chunk_of(metadata: pq.FileMetaData, group: int, column: int) -> tuple[int, int]:
+    """Where in the file a row group's column lies, and how many bytes it has."""
+    chunk = metadata.row_group(group).column(column)
+    start = chunk.dictionary_page_offset if chunk.has_dictionary_page else chunk.data_page_offset
+    return start, chunk.total_compressed_size
+
+
+def _column_sums(metadata: pq.FileMetaData, group: int, data: memoryview) -> list[int]:
+    chunks = (chunk_of(metadata, group, column) for column in range(metadata.num_columns))
+    return [zlib.crc32(data[start : start + size]) for start, size in chunks]
 
 
 def _writer(
@@ -188,7 +202,7 @@ def _writer(
     )
 
 
-def _compare(buffer: pa.Buffer, written: list[pa.RecordBatch]) -> None:
+def _compare(buffer: pa.Buffer, written: list[pa.RecordBatch]) -> pq.FileMetaData:
     """Decode a file before it is used: the journal that could make it again will be deleted."""
     parquet = pq.ParquetFile(pa.BufferReader(buffer), pre_buffer=False)
     for index, group in enumerate(written):
@@ -205,6 +219,7 @@ def _compare(buffer: pa.Buffer, written: list[pa.RecordBatch]) -> None:
                     "machine",
                     column=name,
                 )
+    return parquet.metadata
 
 
 class RangeBuilder:

@@ -34,6 +34,7 @@ from penstock.pipelines.failpoint import failpoint
 from penstock.pipelines.options import SourceOptions, offsets_of, source_options
 from penstock.pipelines.plan import Bounds, Offsets, Place, Split, ahead, splits
 from penstock.pipelines.pushdown import PUSHDOWN, Narrowing
+from penstock.pipelines.readahead import read_ahead
 from penstock.pipelines.rows import Reading
 from penstock.pipelines.sink import BatchWriter, StreamWriter
 from penstock.pipelines.store import Store, store_at
@@ -152,7 +153,7 @@ class _Reader:
         if not isinstance(partition, Task):
             return iter(())
         failpoint("source.reading")
-        return self.reading.rows(partition.parts, partition.late_before_us)
+        return read_ahead(self.reading.rows(partition.parts, partition.late_before_us))
 
 
 class BatchReader(_Reader, DataSourceReader):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -14,7 +15,7 @@ from penstock.log.content import content_of
 from penstock.log.disk import read_file
 from penstock.log.gather import event_bytes, gather, gather_groups
 from penstock.log.memory_disk import MemoryDisk
-from penstock.log.segment import DAY_US, SegmentInfo, write_segment
+from penstock.log.segment import DAY_US, SegmentInfo, chunk_of, write_segment
 from penstock.log.segment_reader import GroupCache, SegmentReader, verify_content, verify_segment
 from penstock.model.arrow import to_arrow
 from penstock.model.batch import EventBatch
@@ -247,6 +248,46 @@ def test_any_flipped_byte_is_found_and_names_what_it_hit():
             verify_segment(disk, info)
         file.write_at(at, good[at : at + 1])
     verify_segment(disk, info)
+
+
+def test_a_scan_checks_what_it_reads_and_leaves_the_rest_alone():
+    """Damage in a column that is asked for is found to the last byte; elsewhere it hurts nobody."""
+    disk = MemoryDisk()
+    info = write(disk, batch(count=8, headers=[{"a": "b"}] * 8), group_events=4)
+    good = read_file(disk, info.path)
+
+    def scanned(column):
+        return [rows for _, rows in SegmentReader(disk, info).scan("orders", 0, 0, 7, [column])]
+
+    metadata = pq.ParquetFile(io.BytesIO(good)).metadata
+    names = [metadata.schema.column(index).path for index in range(metadata.num_columns)]
+    intact = {name: scanned(name) for name in ("event_time", "headers", "payload")}
+    for index, path in enumerate(names):
+        start, size = chunk_of(metadata, 1, index)
+        for at in range(start, start + size):
+            file = disk.open(info.path, write=True)
+            file.write_at(at, bytes([good[at] ^ 0x10]))
+            for name, expected in intact.items():
+                if path.partition(".")[0] == name:
+                    with pytest.raises(Corrupted, match=f"column '{name}' of row group 1"):
+                        scanned(name)
+                else:
+                    assert scanned(name) == expected
+            file.write_at(at, good[at : at + 1])
+
+
+def test_a_scan_of_a_file_from_before_checks_whole_row_groups():
+    """Segments whose manifest has no checksums of columns are checked as they were (Y10)."""
+    disk = MemoryDisk()
+    info = write(disk, batch(count=8), group_events=4)
+    spans = [msgspec.structs.replace(span, columns=[]) for span in info.spans]
+    old = msgspec.structs.replace(info, spans=spans)
+    assert [span.columns for span in msgspec.json.decode(msgspec.json.encode(old), type=SegmentInfo).spans] == [[]] * 3  # fmt: skip
+    assert sum(rows.num_rows for _, rows in SegmentReader(disk, old).scan("orders", 0, 0, 7, ["key"])) == 8  # fmt: skip
+    data = read_file(disk, info.path)
+    disk.open(info.path, write=True).write_at(8, bytes([data[8] ^ 0x10]))
+    with pytest.raises(Corrupted, match="row group 0 fails its checksum"):
+        list(SegmentReader(disk, old).scan("orders", 0, 0, 7, ["priority"]))
 
 
 def test_missing_and_short_files_are_corruption():

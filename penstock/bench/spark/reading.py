@@ -33,6 +33,12 @@ def source(stage: Stage, rows: int) -> Mapping[str, Side]:
     return _streams(stage, rows, "", lambda frame: frame)
 
 
+def source_event(stage: Stage, rows: int) -> Mapping[str, Side]:
+    """What most queries ask of an event: where it is, when it happened, its key and its payload."""
+    names = ("offset", "event_time", "key", "payload")
+    return _streams(stage, rows, ",".join(names), lambda frame: frame.select(*names))
+
+
 def window_count(stage: Stage, rows: int) -> Mapping[str, Side]:
     """One column of eleven, counted by minute, as a stream with a watermark."""
     from pyspark.sql import functions as sql

@@ -25,6 +25,7 @@ CASES = {
     case.name: case
     for case in (
         SparkCase("source", "a stream of every column to nowhere", 6 * MILLION, reading.source),
+        SparkCase("source-event", "a stream of offset, event time, key and payload", 6 * MILLION, reading.source_event),
         SparkCase("window-count", "a stream of one column, counted by minute", 6 * MILLION, reading.window_count),
         SparkCase("source-once", "every column to nowhere in one batch", 6 * MILLION, reading.source_once),
         SparkCase("window-count-once", "one column, counted in one batch", 6 * MILLION, reading.window_count_once),
