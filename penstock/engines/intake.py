@@ -16,7 +16,7 @@ from penstock.engines.keyring import KeyKnown
 from penstock.engines.layout import MERGE_EVENTS, draft_bytes
 from penstock.engines.pending import Submission
 from penstock.engines.timekeeper import SCHEDULED
-from penstock.log.side import detach, write_side
+from penstock.log.side import put_aside
 from penstock.model.errors import (
     BusClosed,
     DiskFull,
@@ -87,17 +87,16 @@ class Intake:
 
     async def _put_aside(self, draft: Draft) -> None:
         batch = self._engine.layout.build_aside(draft)
-        # Its checksum alone takes a loop turn of many milliseconds.
-        path, payload = await self._engine.runtime.read(detach, batch)
         try:
-            await self._engine.runtime.read(write_side, self._engine.disk, path, payload)
+            size = await self._engine.runtime.read(put_aside, self._engine.disk, batch)
         except OSError as error:
+            size = batch.payload_column.largest()
             raise DiskFull(
-                f"no room for a payload of {len(payload)} bytes ({error.strerror}); nothing was "
+                f"no room for a payload of {size} bytes ({error.strerror}); nothing was "
                 "stored. Free some space; publishing resumes by itself",
                 retry_after_s=1.0,
             ) from None
-        self.aside_bytes += len(payload)
+        self.aside_bytes += size
         draft.batch = batch
 
     def admit(self, draft: Draft, size: int) -> None:

@@ -15,7 +15,7 @@ import mmap
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -132,15 +132,18 @@ UNFINISHED = ".tmp"
 """What the name of a file ends with until all of it is there."""
 
 
-def write_file(disk: Disk, path: str, parts: Sequence[Bytes], *, paced: bool = False) -> None:
-    """Write a whole file so that it is there completely or not at all, crash or no crash."""
+def write_file(disk: Disk, path: str, parts: Iterable[Bytes], *, paced: bool = False) -> None:
+    """Write a whole file so that it is there completely or not at all, crash or no crash.
+
+    Paced, each part is synced before the next is asked for, so that others get their turn at the disk.
+    """
     folder = path.rpartition("/")[0]
     temporary = f"{path}{UNFINISHED}"
     if disk.exists(temporary):
         disk.remove(temporary)
     file = disk.open(temporary, create=True)
     try:
-        for some in [[part] for part in parts] if paced else [parts]:
+        for some in ([part] for part in parts) if paced else [list(parts)]:
             file.append(some)
             file.sync()
     finally:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
-from penstock.log.disk import read_file
+from penstock.log.disk import read_file, write_file
 from penstock.log.memory_disk import MemoryDisk
-from penstock.log.side import FOLDER, attach, detach, side_path, write_side
+from penstock.log.side import FOLDER, PIECE_BYTES, attach, put_aside, side_path
 from penstock.model.batch import EventBatch
 from penstock.model.errors import Corrupted
 
@@ -22,14 +24,14 @@ def aside(disk: MemoryDisk, payload: bytes) -> EventBatch:
     batch = EventBatch.build(
         "orders", [payload], keys=[b"k"], headers=[{"a": "b"}], token_base=b"t" * 16
     )
-    path, data = detach(batch)
-    write_side(disk, path, data)
+    assert put_aside(disk, batch) == len(payload)
     batch.base_offset = 7
     return batch
 
 
-def test_a_payload_goes_aside_and_comes_back(disk: MemoryDisk) -> None:
-    payload = b"large " * 1_000
+@pytest.mark.parametrize("size", [6_000, PIECE_BYTES, 3 * PIECE_BYTES + 1])
+def test_a_payload_goes_aside_and_comes_back(disk: MemoryDisk, size: int) -> None:
+    payload = random.Random(size).randbytes(size)
     batch = aside(disk, payload)
     assert len(batch.encode()) < 400
     assert batch.side_bytes == len(payload)
@@ -56,7 +58,7 @@ def test_a_damaged_side_file_is_not_served(disk: MemoryDisk, damage: str) -> Non
     disk.remove(path)
     changed = {"flipped": b"paYload", "short": b"payloa", "long": b"payload!"}.get(damage)
     if changed is not None:
-        write_side(disk, path, changed)
+        write_file(disk, path, [changed])
     with pytest.raises(Corrupted) as caught:
         attach(disk, EventBatch.decode(batch.encode()))
     assert (caught.value.path, caught.value.offset) == (path, 7)
