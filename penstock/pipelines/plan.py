@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from penstock.model.errors import InvalidInput
+from penstock.model.topic import matches
 
 Lane = tuple[str, int]
 Offsets = dict[Lane, int]
@@ -38,6 +39,8 @@ class Place(msgspec.Struct, frozen=True):
     newest_us: int = 0
     began: Offsets = {}
     """Where the partitions that this batch is the first to read begin."""
+    reads: str = ""
+    """The topics that its query reads, a pattern; empty in places that say nothing of it."""
 
     def as_json(self) -> dict[str, Any]:
         """The form Spark keeps in its checkpoint.
@@ -45,12 +48,13 @@ class Place(msgspec.Struct, frozen=True):
         >>> Place({("orders", 0): 7}).as_json()
         {'penstock': 1, 'topics': {'orders': {'0': 7}}, 'newest_us': 0, 'began': {}}
         """
-        return {
+        written = {
             "penstock": FORMAT,
             "topics": _nested(self.offsets),
             "newest_us": self.newest_us,
             "began": _nested(self.began),
         }
+        return written | ({"reads": self.reads} if self.reads else {})
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Place:
@@ -61,7 +65,22 @@ class Place(msgspec.Struct, frozen=True):
                 "version wrote: it belongs to another query. Give this query a checkpoint of its own"
             )
         newest_us = int(found.get("newest_us", 0))
-        return cls(_flat(found["topics"]), newest_us, _flat(found.get("began", {})))
+        began = _flat(found.get("began", {}))
+        return cls(_flat(found["topics"]), newest_us, began, str(found.get("reads", "")))
+
+    def check_reads(self, pattern: str) -> None:
+        """Refuse a place of a query that reads other topics.
+
+        >>> Place({("orders", 0): 7}).check_reads("orders")
+        """
+        others = [topic for topic, _ in sorted(self.offsets) if not matches(pattern, topic)]
+        read = self.reads or (others and others[0])
+        if others or self.reads not in ("", pattern):
+            raise InvalidInput(
+                f"the checkpoint is of a query that reads {read!r}, and this one reads {pattern!r}: "
+                "it belongs to another query. It was left as it is, and nothing was read. Give this "
+                "query a checkpoint of its own"
+            )
 
 
 def _nested(offsets: Offsets) -> dict[str, dict[str, int]]:

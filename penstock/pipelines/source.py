@@ -195,7 +195,7 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
         """Where a query without a checkpoint begins."""
         bounds = self.bounds()
-        return Place(self.at(self.options.start, bounds)).as_json()
+        return Place(self.at(self.options.start, bounds), reads=self.options.topics).as_json()
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         """What the options allow in one batch."""
@@ -221,10 +221,18 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
         if self.options.late_after_us is not None:
             tasks = splits(place, reached, self.options.events_per_task)
             newest_us = self.newest_us((part for parts in tasks for part in parts), newest_us)
-        return Place(reached.offsets, newest_us, reached.began).as_json()
+        return Place(reached.offsets, newest_us, reached.began, self.options.topics).as_json()
 
     def _check_there(self, place: Place, bounds: Bounds) -> None:
-        """A checkpoint of another bus, or of a topic that was made anew, does not fit."""
+        """A checkpoint of another query or bus, or of a topic that was made anew, does not fit."""
+        place.check_reads(self.options.topics)
+        if place.offsets and not place.offsets.keys() & bounds.keys():
+            lane, offset = min(place.offsets.items())
+            raise InvalidInput(
+                f"the checkpoint is at {lane[0]}/{lane[1]}/{offset}, and {self.options.url} has no "
+                "topic that it reads: it belongs to another bus, or the topics were deleted. It was "
+                "left as it is. Give this query a checkpoint of its own, or correct `url`"
+            )
         for lane, offset in place.offsets.items():
             if lane in bounds and offset > bounds[lane][1]:
                 raise InvalidInput(
@@ -264,6 +272,7 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         """The tasks of a batch."""
         begin, until = Place.from_json(start), Place.from_json(end)
+        until.check_reads(self.options.topics)  # a batch that a crash left is not planned anew
         late_before_us = None
         if self.options.late_after_us is not None:
             late_before_us = max(0, begin.newest_us - self.options.late_after_us)

@@ -344,6 +344,19 @@ def test_a_checkpoint_of_another_bus_is_refused(spark, tmp_path) -> None:
         run_to_the_end(stream(spark, str(tmp_path / "other")), tmp_path / "out", tmp_path / "cp")
 
 
+def test_a_checkpoint_of_another_query_is_refused(spark, tmp_path) -> None:
+    """S1: of the same bus, whose topics have as many events."""
+    with penstock.connect_sync(tmp_path / "data") as bus:
+        for topic in ("a", "b"):
+            bus.publish_many(topic, [b"x"] * 5)
+    url, out, checkpoint = str(tmp_path / "data"), tmp_path / "out", tmp_path / "cp"
+    run_to_the_end(stream(spark, url, "a"), out, checkpoint)
+    with pytest.raises(Exception, match="of a query that reads 'a', and this one reads 'b'"):
+        run_to_the_end(stream(spark, url, "b"), out, checkpoint)
+    run_to_the_end(stream(spark, url, "a"), out, checkpoint)
+    assert places(spark.read.parquet(str(out))) == in_the_log(url, "a")
+
+
 @pytest.mark.parametrize(
     ("choice", "more"),
     [("fail", {}), ("skip", {}), ("skip", {"lateAfter": "10m", "maxBytesPerTrigger": "2000000"})],
