@@ -41,6 +41,8 @@ class Place(msgspec.Struct, frozen=True):
     """Where the partitions that this batch is the first to read begin."""
     reads: str = ""
     """The topics that its query reads, a pattern; empty in places that say nothing of it."""
+    skipped: int = 0
+    """Events so far that retention took before the query came to them."""
 
     def as_json(self) -> dict[str, Any]:
         """The form Spark keeps in its checkpoint.
@@ -54,7 +56,8 @@ class Place(msgspec.Struct, frozen=True):
             "newest_us": self.newest_us,
             "began": _nested(self.began),
         }
-        return written | ({"reads": self.reads} if self.reads else {})
+        more = {"reads": self.reads, "skipped": self.skipped}
+        return written | {name: value for name, value in more.items() if value}
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Place:
@@ -66,7 +69,8 @@ class Place(msgspec.Struct, frozen=True):
             )
         newest_us = int(found.get("newest_us", 0))
         began = _flat(found.get("began", {}))
-        return cls(_flat(found["topics"]), newest_us, began, str(found.get("reads", "")))
+        reads, skipped = str(found.get("reads", "")), int(found.get("skipped", 0))
+        return cls(_flat(found["topics"]), newest_us, began, reads, skipped)
 
     def check_reads(self, pattern: str) -> None:
         """Refuse a place of a query that reads other topics.
@@ -121,6 +125,20 @@ def ahead(start: Offsets, bounds: Bounds, max_events: int | None) -> Place:
             share = min(waiting, max(1, waiting * max_events // total)) if waiting else 0
         reached[lane] += share
     return Place(reached, began=began)
+
+
+def expired(start: Offsets, stop: Offsets, bounds: Bounds) -> list[Split]:
+    """The stretches of a batch that are not there any more.
+
+    >>> [str(each) for each in expired({("a", 0): 2}, {("a", 0): 9}, {("a", 0): (5, 20)})]
+    ['a/0/2..5']
+    """
+    found = []
+    for lane, at in sorted(start.items()):
+        upto = min(bounds.get(lane, (at, at))[0], stop.get(lane, at))
+        if at < upto:
+            found.append(Split(*lane, at, upto))
+    return found
 
 
 def splits(start: Place, end: Place, events: int) -> list[list[Split]]:

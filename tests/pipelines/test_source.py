@@ -17,6 +17,7 @@ import penstock
 from penstock.log.disk import RealDisk
 from penstock.log.manifest import Manifest
 from penstock.pipelines.pipeline import Input, Pipeline
+from penstock.pipelines.progress import Meter
 from penstock.pipelines.run import Route, run_batch
 from penstock.testing.broker_process import BrokerProcess
 
@@ -362,8 +363,9 @@ def test_a_checkpoint_of_another_query_is_refused(spark, tmp_path) -> None:
     [("fail", {}), ("skip", {}), ("skip", {"lateAfter": "10m", "maxBytesPerTrigger": "2000000"})],
 )
 def test_offsets_that_retention_took_fail_the_query_or_are_skipped(
-    spark, tmp_path, choice, more
+    spark, tmp_path, caplog, choice, more
 ) -> None:
+    """S1: what is skipped is told to whoever runs the query, once, and counted in its progress."""
     data = tmp_path / "data"
     small = {"journal__file_bytes": 1 << 20, "sealing__process": False, "sealing__grace_s": 0.0}
     with penstock.connect_sync(data, **small) as bus:
@@ -381,9 +383,17 @@ def test_offsets_that_retention_took_fail_the_query_or_are_skipped(
         with pytest.raises(Exception, match=r"(?s)is gone: retention kept.*while reading a/0/10"):
             run_to_the_end(frame, tmp_path / "out", tmp_path / "cp")
     else:
-        run_to_the_end(frame, tmp_path / "out", tmp_path / "cp")
+        query = run_to_the_end(frame, tmp_path / "out", tmp_path / "cp")
         found = places(spark.read.parquet(str(tmp_path / "out")))
         kept = in_the_log(str(data))
+        meter = Meter(query)
+        meter.look()
+        assert meter.skipped_events == first - 10
+        told = [each.message for each in caplog.records if each.name == "penstock.pipelines"]
+        assert told, "a line of the planner reached the driver's log"
+        assert told[0].endswith("is skipped, as onExpired=skip asks for")
+        assert " a/0/10.." in told[0]
+        assert len(told) == len(set(told))
         assert found == kept | Counter({("a", 0, n): 1 for n in range(10)})
 
 
