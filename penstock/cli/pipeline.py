@@ -78,6 +78,10 @@ def list_(invocation: Invocation, folder: str | None) -> None:
 @click.option("--for", "for_s", type=DURATION, help="Stop after this long.")
 @click.option("--every", "every_s", type=DURATION, help="Time between two batches. Default: none.")
 @click.option("--max-events", type=click.IntRange(1), help="Events in one batch at the most.")
+@click.option(
+    "--on-expired", type=click.Choice(["fail", "skip"]),
+    help="When retention took events that were not read yet. Default: fail.",
+)  # fmt: skip
 @click.option("--schema", help="Types of the payload as DDL, for pipelines that name none.")
 @click.option(
     "--metrics-port", type=click.IntRange(0, 65_535), help="Serve Prometheus metrics here."
@@ -178,6 +182,7 @@ def _prepared(invocation: Invocation, name: str, said: dict[str, Any]) -> tuple[
     options = {
         "start": said["start"],
         "maxEventsPerTrigger": said["max_events"] and str(said["max_events"]),
+        "onExpired": said["on_expired"],
         "schema": said["schema"],
     }
     warehouse = open_warehouse(said) if said["warehouse"] is not None else None

@@ -67,6 +67,7 @@ def run_stream(
         "rows_out": meter.rows_out or None,
         "lag": meter.last.lag_events if meter.last is not None else None,
         "dropped": meter.dropped_rows,
+        "skipped": meter.skipped_events,
         "checkpoint": str(checkpoint),
     }
 

@@ -116,10 +116,11 @@ def line(name: str, meter: Meter) -> str:
         return f"{name}  waiting for the first batch"
     shown = cells(meter)
     dropped = f"  dropped {meter.dropped_rows:,}" if meter.dropped_rows else ""
+    skipped = f"  skipped {meter.skipped_events:,}" if meter.skipped_events else ""
     return (
         f"{name}  rows {shown['rows']}  in {shown['in/s']}/s  out {shown['out/s']}/s  "
         f"lag {shown['lag']}  watermark {shown['watermark']}  state {shown['state']}  "
-        f"batch {shown['batch']}{dropped}"
+        f"batch {shown['batch']}{dropped}{skipped}"
     )
 
 

@@ -2,7 +2,7 @@
 
 Java and Spark say a dozen lines on stderr before anything happened. They go to the log
 `penstock.spark` at debug level, line by line, and the last of them into the error when Java does
-not come up.
+not come up. Warnings of our own among them are told as warnings.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.model.errors import UnfitEnvironment
 from penstock.pipelines.java import Java, java_home
+from penstock.pipelines.notice import passed_on
 
 if TYPE_CHECKING:
     from pyspark import SparkConf
@@ -90,7 +91,8 @@ class _Printed:
         with os.fdopen(descriptor, errors="replace") as lines:
             for line in lines:
                 self._last.append(line.rstrip())
-                _log.debug("%s", line.rstrip())
+                if not passed_on(line.rstrip()):
+                    _log.debug("%s", line.rstrip())
 
     def all(self) -> str:
         """What a process that has ended left behind."""

@@ -40,6 +40,11 @@ FAMILIES: dict[str, Family] = {
         "Rows after the watermark that Spark left out.",
         lambda meter, _: meter.dropped_rows,
     ),
+    "penstock_pipeline_skipped_events_total": Family(
+        "counter",
+        "Events that retention took before they were read.",
+        lambda meter, _: meter.skipped_events,
+    ),
     "penstock_pipeline_batches_total": Family(
         "counter", "Batches done.", lambda meter, _: meter.batches
     ),

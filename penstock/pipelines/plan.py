@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from penstock.model.errors import InvalidInput
+from penstock.model.topic import matches
 
 Lane = tuple[str, int]
 Offsets = dict[Lane, int]
@@ -38,6 +39,10 @@ class Place(msgspec.Struct, frozen=True):
     newest_us: int = 0
     began: Offsets = {}
     """Where the partitions that this batch is the first to read begin."""
+    reads: str = ""
+    """The topics that its query reads, a pattern; empty in places that say nothing of it."""
+    skipped: int = 0
+    """Events so far that retention took before the query came to them."""
 
     def as_json(self) -> dict[str, Any]:
         """The form Spark keeps in its checkpoint.
@@ -45,12 +50,14 @@ class Place(msgspec.Struct, frozen=True):
         >>> Place({("orders", 0): 7}).as_json()
         {'penstock': 1, 'topics': {'orders': {'0': 7}}, 'newest_us': 0, 'began': {}}
         """
-        return {
+        written = {
             "penstock": FORMAT,
             "topics": _nested(self.offsets),
             "newest_us": self.newest_us,
             "began": _nested(self.began),
         }
+        more = {"reads": self.reads, "skipped": self.skipped}
+        return written | {name: value for name, value in more.items() if value}
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Place:
@@ -61,7 +68,23 @@ class Place(msgspec.Struct, frozen=True):
                 "version wrote: it belongs to another query. Give this query a checkpoint of its own"
             )
         newest_us = int(found.get("newest_us", 0))
-        return cls(_flat(found["topics"]), newest_us, _flat(found.get("began", {})))
+        began = _flat(found.get("began", {}))
+        reads, skipped = str(found.get("reads", "")), int(found.get("skipped", 0))
+        return cls(_flat(found["topics"]), newest_us, began, reads, skipped)
+
+    def check_reads(self, pattern: str) -> None:
+        """Refuse a place of a query that reads other topics.
+
+        >>> Place({("orders", 0): 7}).check_reads("orders")
+        """
+        others = [topic for topic, _ in sorted(self.offsets) if not matches(pattern, topic)]
+        read = self.reads or (others and others[0])
+        if others or self.reads not in ("", pattern):
+            raise InvalidInput(
+                f"the checkpoint is of a query that reads {read!r}, and this one reads {pattern!r}: "
+                "it belongs to another query. It was left as it is, and nothing was read. Give this "
+                "query a checkpoint of its own"
+            )
 
 
 def _nested(offsets: Offsets) -> dict[str, dict[str, int]]:
@@ -102,6 +125,20 @@ def ahead(start: Offsets, bounds: Bounds, max_events: int | None) -> Place:
             share = min(waiting, max(1, waiting * max_events // total)) if waiting else 0
         reached[lane] += share
     return Place(reached, began=began)
+
+
+def expired(start: Offsets, stop: Offsets, bounds: Bounds) -> list[Split]:
+    """The stretches of a batch that are not there any more.
+
+    >>> [str(each) for each in expired({("a", 0): 2}, {("a", 0): 9}, {("a", 0): (5, 20)})]
+    ['a/0/2..5']
+    """
+    found = []
+    for lane, at in sorted(start.items()):
+        upto = min(bounds.get(lane, (at, at))[0], stop.get(lane, at))
+        if at < upto:
+            found.append(Split(*lane, at, upto))
+    return found
 
 
 def splits(start: Place, end: Place, events: int) -> list[list[Split]]:

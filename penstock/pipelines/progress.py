@@ -47,6 +47,8 @@ class Progress(msgspec.Struct, frozen=True):
     state_bytes: int
     dropped_rows: int
     """Rows that came after the watermark and were left out by Spark."""
+    skipped_events: int = 0
+    """Events that retention took before they were read, with `onExpired=skip`."""
 
     @property
     def watermark_delay_s(self) -> float | None:
@@ -83,6 +85,7 @@ def summary(progress: Mapping[str, Any]) -> Progress:
         state_rows=sum(each.get("numRowsTotal", 0) for each in operators),
         state_bytes=sum(each.get("memoryUsedBytes", 0) for each in operators),
         dropped_rows=sum(each.get("numRowsDroppedByWatermark", 0) for each in operators),
+        skipped_events=skipped(progress.get("sources", [])),
     )
 
 
@@ -120,6 +123,17 @@ def lag(sources: list[Mapping[str, Any]]) -> int | None:
     return found
 
 
+def skipped(sources: list[Mapping[str, Any]]) -> int:
+    """Events that a batch passed over; places count them from the beginning of the query.
+
+    >>> skipped([{"startOffset": {"penstock": 1, "topics": {}, "skipped": 2},
+    ...     "endOffset": {"penstock": 1, "topics": {}, "skipped": 9}}])
+    7
+    """
+    ends = [(_place(each.get("startOffset")), _place(each.get("endOffset"))) for each in sources]
+    return sum(end.skipped - (start.skipped if start else 0) for start, end in ends if end)
+
+
 def _place(found: Any) -> Place | None:
     """Offsets of our own source; another source in the same query has a form of its own."""
     if isinstance(found, str):
@@ -138,6 +152,7 @@ class Meter:
         self.rows_in = 0
         self.rows_out = 0
         self.dropped_rows = 0
+        self.skipped_events = 0
         self.batches = 0
         self.batch_s = 0.0
         self._seen = -1
@@ -166,4 +181,5 @@ class Meter:
         self.rows_in += done.rows_in
         self.rows_out += done.rows_out or 0
         self.dropped_rows += done.dropped_rows
+        self.skipped_events += done.skipped_events
         self.batch_s += done.batch_s

@@ -31,8 +31,9 @@ from penstock.model.topic import is_wildcard
 from penstock.pipelines import event_time
 from penstock.pipelines.columns import LATE, VALUE, check_schema, row_ddl
 from penstock.pipelines.failpoint import failpoint
+from penstock.pipelines.notice import warn_user
 from penstock.pipelines.options import SourceOptions, offsets_of, source_options
-from penstock.pipelines.plan import Bounds, Offsets, Place, Split, ahead, splits
+from penstock.pipelines.plan import Bounds, Offsets, Place, Split, ahead, expired, splits
 from penstock.pipelines.pushdown import PUSHDOWN, Narrowing
 from penstock.pipelines.readahead import read_ahead
 from penstock.pipelines.rows import Reading
@@ -103,6 +104,7 @@ class _Reader:
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         self.options = options
         self.reading = _reading(options, schema)
+        self._told: set[Split] = set()
 
     def store(self) -> Store:
         return store_at(self.options.url, self.options.token)
@@ -140,6 +142,16 @@ class _Reader:
                     f"offset {offset} of {lane[0]}/{lane[1]} is beyond the end, {bounds[lane][1]}"
                 )
 
+    def tell_expired(self, begin: Offsets, until: Offsets, bounds: Bounds) -> None:
+        """Warn of what will be skipped because retention took it; a task fails of it otherwise."""
+        if self.reading.skip_expired:
+            for gone in set(expired(begin, until, bounds)) - self._told:
+                self._told.add(gone)
+                warn_user(
+                    f"retention took {gone.stop - gone.start:,} events before they were read: "
+                    f"{gone} is skipped, as onExpired=skip asks for"
+                )
+
     def newest_us(self, parts: Iterable[Split], so_far_us: int) -> int:
         """The newest event time of some events, from which lateness is counted."""
         for split in parts:
@@ -170,6 +182,7 @@ class BatchReader(_Reader, DataSourceReader):
         bounds = self.bounds()
         begin, until = self.at(self.options.start, bounds), self.at(self.options.end, bounds)
         begin, until = self._narrowing.narrowed(begin, until, self.store().find_time)
+        self.tell_expired(begin, until, bounds)
         tasks = splits(Place(begin), Place(until), self.options.events_per_task)
         return [Task(parts, None) for parts in tasks]
 
@@ -196,10 +209,10 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
         """Where a query without a checkpoint begins."""
         bounds = self.bounds()
-        return Place(self.at(self.options.start, bounds)).as_json()
+        return Place(self.at(self.options.start, bounds), reads=self.options.topics).as_json()
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
-        """What the options allow in one batch."""
+        """What the options allow in one batch; of both limits bytes are looked at beside."""
         if self.options.max_events_per_trigger is not None:
             return ReadMaxRows(self.options.max_events_per_trigger)
         if self.options.max_bytes_per_trigger is not None:
@@ -222,10 +235,25 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
         if self.options.late_after_us is not None:
             tasks = splits(place, reached, self.options.events_per_task)
             newest_us = self.newest_us((part for parts in tasks for part in parts), newest_us)
-        return Place(reached.offsets, newest_us, reached.began).as_json()
+        gone = expired(place.offsets, reached.offsets, bounds) if self.reading.skip_expired else []
+        return Place(
+            reached.offsets,
+            newest_us,
+            reached.began,
+            self.options.topics,
+            place.skipped + sum(each.stop - each.start for each in gone),
+        ).as_json()
 
     def _check_there(self, place: Place, bounds: Bounds) -> None:
-        """A checkpoint of another bus, or of a topic that was made anew, does not fit."""
+        """A checkpoint of another query or bus, or of a topic that was made anew, does not fit."""
+        place.check_reads(self.options.topics)
+        if place.offsets and not place.offsets.keys() & bounds.keys():
+            lane, offset = min(place.offsets.items())
+            raise InvalidInput(
+                f"the checkpoint is at {lane[0]}/{lane[1]}/{offset}, and {self.options.url} has no "
+                "topic that it reads: it belongs to another bus, or the topics were deleted. It was "
+                "left as it is. Give this query a checkpoint of its own, or correct `url`"
+            )
         for lane, offset in place.offsets.items():
             if lane in bounds and offset > bounds[lane][1]:
                 raise InvalidInput(
@@ -235,11 +263,16 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
                 )
 
     def _max_events(self, limit: ReadLimit, place: Place, bounds: Bounds) -> int | None:
+        """The limit in events; of two limits Spark hands over one, and the other is our own option."""
+        rows = size = None
         if isinstance(limit, ReadMaxRows):
-            return limit.max_rows
-        if isinstance(limit, ReadMaxBytes):
-            return max(1, int(limit.max_bytes / self._event_bytes(place, bounds)))
-        return None
+            rows, size = limit.max_rows, self.options.max_bytes_per_trigger
+        elif isinstance(limit, ReadMaxBytes):
+            size = limit.max_bytes
+        if size is None:
+            return rows
+        fitting = max(1, int(size / self._event_bytes(place, bounds)))
+        return fitting if rows is None else min(rows, fitting)
 
     def _event_bytes(self, place: Place, bounds: Bounds) -> float:
         """What an event takes, by some of those that the batch begins with."""
@@ -265,9 +298,14 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         """The tasks of a batch."""
         begin, until = Place.from_json(start), Place.from_json(end)
+        until.check_reads(self.options.topics)  # a batch that a crash left is not planned anew
         late_before_us = None
         if self.options.late_after_us is not None:
             late_before_us = max(0, begin.newest_us - self.options.late_after_us)
+        # Not with the offsets: a batch that a crash left planned may be days old when it is read.
+        if self.reading.skip_expired:
+            bounds = self.store().bounds(self.options.topics)
+            self.tell_expired(begin.offsets, until.offsets, bounds)
         tasks = splits(begin, until, self.options.events_per_task)
         failpoint("source.planned")
         return [Task(parts, late_before_us) for parts in tasks]

@@ -3,6 +3,8 @@
 A child copies events with a pipeline, onto a bus and into a table, and dies at a failpoint: the
 driver, its Java and its workers at once. The next goes on from the checkpoint and dies as well,
 so recovery is killed too; the last of a streak is left alone. Then every event must be there once.
+Stages that begin with `stream/` have no table: the query writes with `writeStream` itself then, and
+Spark commits its batches by another way.
 `python -m penstock.testing.spark_kill --kills 20` kills 20 times at each stage; with `--broker`
 results go through a broker, which is a transaction for each task and not one for each batch.
 """
@@ -32,9 +34,14 @@ from penstock.testing.broker_process import BrokerProcess
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-STAGES = (
+STREAM = "stream/"
+_ON_THE_BUS = (
     "source.planned", "source.reading", "sink.task-begun", "sink.task-done", "sink.before-commit",
-    "sink.after-commit", "lakehouse.files-written", "lakehouse.committed",
+    "sink.after-commit",
+)  # fmt: skip
+STAGES = (
+    *_ON_THE_BUS, "lakehouse.files-written", "lakehouse.committed",
+    *(STREAM + stage for stage in _ON_THE_BUS),
 )  # fmt: skip
 EVENTS = 50
 PER_BATCH = 25  # two batches at least: drivers die at their first or second chance
@@ -57,8 +64,9 @@ def kill_drivers(
         tempfile.TemporaryDirectory(prefix="penstock-spark-kill-") as folder,
         _target(Path(folder), broker) as url,
     ):
-        world = _World(Path(folder), url)
+        worlds = {table: _World(Path(folder), url, table) for table in (True, False)}
         for stage in stages:
+            world = worlds[not stage.startswith(STREAM)]
             for done in range(0, kills, STREAK):
                 streak = [rng.randint(1, 2) for _ in range(min(STREAK, kills - done))]
                 found = world.streak(stage, streak)
@@ -82,12 +90,15 @@ def _target(folder: Path, broker: bool) -> Iterator[str]:
 
 
 class _World:
-    """A source folder, a target bus, a table and a checkpoint that outlive all drivers."""
+    """A source folder, a target bus, perhaps a table, and a checkpoint that outlive all drivers."""
 
-    def __init__(self, folder: Path, target: str) -> None:
+    def __init__(self, folder: Path, target: str, table: bool) -> None:
         self.sent = 0
-        self._folder = folder
+        self._name = "table" if table else "stream"
+        self._folder = folder / self._name
+        self._folder.mkdir()
         self._target = target
+        self._table = table
 
     def streak(self, stage: str, nths: list[int]) -> list[str]:
         """Drivers that die at the stage, one after another, and one that ends; what is wrong then."""
@@ -95,13 +106,15 @@ class _World:
             self._publish()
             fired = self._folder / "fired"
             fired.unlink(missing_ok=True)
-            died = self._child({"FAILPOINT": f"{stage}:{nth}", "FAILPOINT_FIRED": str(fired)})
+            name = f"{stage.removeprefix(STREAM)}:{nth}"
+            died = self._child({"FAILPOINT": name, "FAILPOINT_FIRED": str(fired)})
             if not fired.exists() or died != -signal.SIGKILL:
-                return [f"the driver ended with {died} and did not die at {stage}:{nth}"]
+                return [f"the driver ended with {died} and did not die at {name}"]
         ended = self._child({})
         if ended:
             return [f"the driver that went on ended with {ended}"]
-        return [*self._compare("bus", self._on_the_bus()), *self._compare("table", self._in_the_table())]  # fmt: skip
+        found = self._compare("bus", self._on_the_bus())
+        return found + self._compare("table", self._in_the_table()) if self._table else found
 
     def _publish(self) -> None:
         with penstock.connect_sync(self._folder / "source") as bus:
@@ -111,6 +124,7 @@ class _World:
 
     def _child(self, more: dict[str, str]) -> int:
         words = [sys.executable, "-m", MODULE, "--child", str(self._folder), "--to", self._target]
+        words += ["--table"] if self._table else []
         # Of a group of its own: what outlives the driver is ended with it.
         child = subprocess.Popen(words, env={**os.environ, **more}, start_new_session=True)
         try:
@@ -124,7 +138,8 @@ class _World:
         url = self._target if is_broker(self._target) else f"{self._target}?mode=ro"
         with penstock.connect_sync(url) as bus:
             return Counter(
-                msgspec.json.decode(event.payload)["n"] for event in bus.replay("copy.numbers")
+                msgspec.json.decode(event.payload)["n"]
+                for event in bus.replay(f"copy.{self._name}")
             )
 
     def _in_the_table(self) -> Counter[int]:
@@ -161,7 +176,7 @@ def _copy(events: DataFrame) -> DataFrame:
     return events.selectExpr("value.n AS n", "event_time")
 
 
-def _drive(folder: Path, target: str) -> None:
+def _drive(folder: Path, target: str, table: bool) -> None:
     os.environ["FAILPOINT_ROOT"] = str(os.getpid())
     from penstock.pipelines.lakehouse.warehouse import Warehouse
     from penstock.pipelines.pipeline import Input, Pipeline
@@ -170,7 +185,7 @@ def _drive(folder: Path, target: str) -> None:
 
     made = Pipeline(
         "copy", _copy, {"events": Input("in.#", "n BIGINT")},
-        writes="copy.numbers", table="copied.numbers",
+        writes=f"copy.{folder.name}", table="copied.numbers" if table else None,
     )  # fmt: skip
     # It lives for one batch or two: compiling well takes longer than running.
     quick = {"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1"}
@@ -194,9 +209,10 @@ def main() -> None:
     parser.add_argument("--broker", action="store_true", help="results go through a broker")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--to", help=argparse.SUPPRESS)
+    parser.add_argument("--table", action="store_true", help=argparse.SUPPRESS)
     chosen: Any = parser.parse_args()
     if chosen.child:
-        _drive(Path(chosen.child), chosen.to)
+        _drive(Path(chosen.child), chosen.to, chosen.table)
         return
     stages = tuple(chosen.stage or STAGES)
     sys.exit(kill_drivers(stages, chosen.kills, seed=chosen.seed, broker=chosen.broker))

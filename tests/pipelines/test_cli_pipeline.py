@@ -84,6 +84,15 @@ def test_a_pipeline_runs_goes_on_and_says_where_it_is(spark, project, capsys) ->
     assert said(capsys)[0]["lag"] == 0
 
 
+def test_a_pipeline_begins_where_it_is_told(spark, project, capsys) -> None:
+    """S5: `--start` with offsets as JSON."""
+    more = ["--start", '{"numbers.all": {"0": 8}}', "--state", str(project / "state")]
+    assert run(words(project, "run", "scaled", "--once", *more)) == 0
+    done = said(capsys)[-1]
+    assert (done["rows_in"], done["skipped"]) == (3, 0)
+    assert results(project) == [16, 18]
+
+
 def test_a_pipeline_is_tested_on_rows_of_a_file(spark, project, capsys) -> None:
     rows, good, bad = (project / name for name in ("rows", "good", "bad"))
     rows.write_text('{"payload": {"n": 4}}\n\n{"payload": "nothing"}\n')

@@ -7,7 +7,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import penstock
 from penstock.log.disk import RealDisk
 from penstock.log.manifest import Manifest
 from penstock.pipelines.pipeline import Input, Pipeline
+from penstock.pipelines.progress import Meter
 from penstock.pipelines.run import Route, run_batch
 from penstock.testing.broker_process import BrokerProcess
 
@@ -45,6 +46,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         bus.publish("plain", "text", event_time=datetime(1970, 1, 1, tzinfo=UTC))
         bus.publish("plain", "text", event_time=datetime(2199, 1, 1, tzinfo=UTC))
     return path
+
+
+@pytest.fixture(scope="module")
+def middle(folder: Path) -> datetime:
+    """A time with events before and after it: all but the last four are older."""
+    with penstock.connect_sync(f"{folder}?mode=ro") as bus:
+        event = next(iter(bus.replay("orders.made.v1.globex")))
+    return datetime.fromtimestamp(0, UTC) + timedelta(microseconds=event.append_time_us)
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +134,14 @@ def test_patterns_offsets_and_times_choose_what_is_read(spark, url) -> None:
     assert read(spark, url, end="2020-01-01T00:00:00Z").count() == 0
 
 
+def test_times_in_the_middle_cut_a_batch_read(spark, url, middle) -> None:
+    """S1: by when events were appended, from there on and up to there."""
+    newer = read(spark, url, start=middle.isoformat())
+    older = read(spark, url, end=middle.isoformat())
+    assert newer.count() == 4
+    assert places(older) == in_the_log(url, "orders.made.v1.acme")
+
+
 def test_typed_values_and_what_does_not_fit(spark, url) -> None:
     frame = read(spark, url, "orders.#", schema="n BIGINT, s STRING")
     total = frame.selectExpr("sum(value.n)", "count(fault)").first()
@@ -184,6 +201,15 @@ def test_filters_reach_the_plan(spark, folder, text, few) -> None:
     pushed = read(spark, str(folder), eventsPerTask="500").filter(text)
     assert pushed.rdd.getNumPartitions() <= few < plain.rdd.getNumPartitions()
     assert places(pushed) == places(plain)
+
+
+def test_a_filter_on_append_time_keeps_the_rows_it_is_for(spark, folder, middle) -> None:
+    text = f"append_time >= TIMESTAMP '{middle:%Y-%m-%d %H:%M:%S.%f}'"
+    plain = read(spark, str(folder), eventsPerTask="500", pushdown="false").filter(text)
+    pushed = read(spark, str(folder), eventsPerTask="500").filter(text)
+    assert pushed.rdd.getNumPartitions() == 1 < plain.rdd.getNumPartitions()
+    assert places(pushed) == places(plain)
+    assert places(pushed).total() == 4
 
 
 @pytest.mark.parametrize(
@@ -266,6 +292,52 @@ def test_a_restart_goes_on_exactly_with_topics_that_appeared_meanwhile(spark, tm
         assert places(spark.read.parquet(str(out))) == in_the_log(str(data))
 
 
+@pytest.mark.parametrize("kind", ["offsets", "time", "latest"])
+def test_a_stream_begins_where_it_is_told(spark, folder, middle, tmp_path, kind) -> None:
+    """S1: without a checkpoint; with one it goes on from there, whatever `start` says."""
+    data = tmp_path / "data"
+    shutil.copytree(folder, data)
+    start, first = {
+        "offsets": ('{"plain": {"0": 1}}', [("plain", 0, 1)]),
+        "time": (middle.isoformat(), [("plain", 0, 0), ("plain", 0, 1)]),
+        "latest": ("latest", []),
+    }[kind]
+    frame = stream(spark, str(data), "plain", start=start)
+    for more in ([], [("plain", 0, 2)]):
+        if more:
+            with penstock.connect_sync(data) as bus:
+                bus.publish("plain", "more")
+        run_to_the_end(frame, tmp_path / "out", tmp_path / "cp")
+        out = spark.read.schema("topic STRING, partition INT, offset BIGINT")
+        assert places(out.parquet(str(tmp_path / "out"))) == Counter([*first, *more])
+
+
+def test_a_topic_that_appears_while_a_query_runs_is_read(spark, tmp_path) -> None:
+    """S1: by a query that goes on and on, from the topic's first event."""
+    with penstock.connect_sync(tmp_path / "data") as bus:
+        bus.publish_many("in.a", [b"x"] * 3)
+        seen: list[tuple[str, int]] = []
+        query = (
+            stream(spark, str(tmp_path / "data"), "in.#").select("topic", "offset")
+            .writeStream.foreachBatch(lambda rows, _: seen.extend(map(tuple, rows.collect())))
+            .option("checkpointLocation", str(tmp_path / "cp")).start()
+        )  # fmt: skip
+
+        def wait_for(count: int) -> None:
+            end = time.monotonic() + 240
+            while len(seen) < count and time.monotonic() < end and query.isActive:
+                time.sleep(0.2)
+
+        try:
+            wait_for(3)
+            bus.publish_many("in.new", [b"y"] * 2)
+            wait_for(5)
+        finally:
+            query.stop()
+    wanted = [("in.a", 0), ("in.a", 1), ("in.a", 2), ("in.new", 0), ("in.new", 1)]
+    assert sorted(seen) == wanted, query.exception()
+
+
 def test_events_later_than_allowed_are_marked_the_same_way_in_every_repetition(
     spark, tmp_path
 ) -> None:
@@ -344,13 +416,27 @@ def test_a_checkpoint_of_another_bus_is_refused(spark, tmp_path) -> None:
         run_to_the_end(stream(spark, str(tmp_path / "other")), tmp_path / "out", tmp_path / "cp")
 
 
+def test_a_checkpoint_of_another_query_is_refused(spark, tmp_path) -> None:
+    """S1: of the same bus, whose topics have as many events."""
+    with penstock.connect_sync(tmp_path / "data") as bus:
+        for topic in ("a", "b"):
+            bus.publish_many(topic, [b"x"] * 5)
+    url, out, checkpoint = str(tmp_path / "data"), tmp_path / "out", tmp_path / "cp"
+    run_to_the_end(stream(spark, url, "a"), out, checkpoint)
+    with pytest.raises(Exception, match="of a query that reads 'a', and this one reads 'b'"):
+        run_to_the_end(stream(spark, url, "b"), out, checkpoint)
+    run_to_the_end(stream(spark, url, "a"), out, checkpoint)
+    assert places(spark.read.parquet(str(out))) == in_the_log(url, "a")
+
+
 @pytest.mark.parametrize(
     ("choice", "more"),
     [("fail", {}), ("skip", {}), ("skip", {"lateAfter": "10m", "maxBytesPerTrigger": "2000000"})],
 )
 def test_offsets_that_retention_took_fail_the_query_or_are_skipped(
-    spark, tmp_path, choice, more
+    spark, tmp_path, caplog, choice, more
 ) -> None:
+    """S1: what is skipped is told to whoever runs the query, once, and counted in its progress."""
     data = tmp_path / "data"
     small = {"journal__file_bytes": 1 << 20, "sealing__process": False, "sealing__grace_s": 0.0}
     with penstock.connect_sync(data, **small) as bus:
@@ -368,9 +454,17 @@ def test_offsets_that_retention_took_fail_the_query_or_are_skipped(
         with pytest.raises(Exception, match=r"(?s)is gone: retention kept.*while reading a/0/10"):
             run_to_the_end(frame, tmp_path / "out", tmp_path / "cp")
     else:
-        run_to_the_end(frame, tmp_path / "out", tmp_path / "cp")
+        query = run_to_the_end(frame, tmp_path / "out", tmp_path / "cp")
         found = places(spark.read.parquet(str(tmp_path / "out")))
         kept = in_the_log(str(data))
+        meter = Meter(query)
+        meter.look()
+        assert meter.skipped_events == first - 10
+        told = [each.message for each in caplog.records if each.name == "penstock.pipelines"]
+        assert told, "a line of the planner reached the driver's log"
+        assert told[0].endswith("is skipped, as onExpired=skip asks for")
+        assert " a/0/10.." in told[0]
+        assert len(told) == len(set(told))
         assert found == kept | Counter({("a", 0, n): 1 for n in range(10)})
 
 

@@ -63,6 +63,7 @@ def test_progress_becomes_metrics() -> None:
         "penstock_pipeline_input_rows_total": 50,
         "penstock_pipeline_output_rows_total": 20,
         "penstock_pipeline_dropped_rows_total": 1,
+        "penstock_pipeline_skipped_events_total": 0,
         "penstock_pipeline_batches_total": 1,
         "penstock_pipeline_batch_seconds_total": 2,
         "penstock_pipeline_batch_seconds": 2,

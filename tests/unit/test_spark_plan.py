@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pyspark.sql.streaming.datasource import ReadAllAvailable
+from pyspark.sql.types import LongType, StructField, StructType
 
+import penstock
 from penstock.model.errors import InvalidInput
+from penstock.pipelines.notice import passed_on
 from penstock.pipelines.options import offsets_of, sink_options, source_options
 from penstock.pipelines.plan import Place, ahead, splits
+from penstock.pipelines.source import StreamReader
 
 LANES = st.dictionaries(
     st.tuples(st.sampled_from("abc"), st.integers(0, 2)), st.integers(0, 500), max_size=6
@@ -58,6 +64,98 @@ def test_a_partition_that_appears_begins_at_its_first_event_in_every_repetition(
 def test_a_checkpoint_of_another_source_is_refused(found) -> None:
     with pytest.raises(InvalidInput, match="another query"):
         Place.from_json(found)
+
+
+def test_a_place_says_which_topics_its_query_reads() -> None:
+    place = Place({("a.b", 0): 5}, reads="a.*")
+    again = Place.from_json(json.loads(json.dumps(place.as_json())))
+    assert again == place
+    again.check_reads("a.*")
+    with pytest.raises(InvalidInput, match=r"reads 'a\.\*', and this one reads '#'.*another query"):
+        again.check_reads("#")
+
+
+def test_a_place_written_before_that_was_kept_is_judged_by_its_topics() -> None:
+    place = Place.from_json({"penstock": 1, "topics": {"a": {"0": 5}}})
+    place.check_reads("a")
+    place.check_reads("#")
+    with pytest.raises(InvalidInput, match="reads 'a', and this one reads 'b'"):
+        place.check_reads("b")
+
+
+def test_a_stream_refuses_the_place_of_another_query_and_of_another_bus(tmp_path) -> None:
+    """S1: with the first batch, and with one that a crash left planned."""
+    with penstock.connect_sync(tmp_path / "data") as bus:
+        bus.publish_many("a", [b"x"] * 5)
+        bus.publish_many("b", [b"x"] * 9)
+    with penstock.connect_sync(tmp_path / "other") as bus:
+        bus.publish("c", b"x")
+    ours, theirs = (reader(tmp_path / "data", topics) for topics in ("b", "a"))
+    place = theirs.latestOffset(theirs.initialOffset(), ReadAllAvailable())
+    with pytest.raises(InvalidInput, match="reads 'a', and this one reads 'b'"):
+        ours.latestOffset(place, ReadAllAvailable())
+    with pytest.raises(InvalidInput, match="reads 'a', and this one reads 'b'"):
+        ours.partitions(place, place)
+    with pytest.raises(InvalidInput, match=r"is at a/0/5, and .* has no topic that it reads"):
+        reader(tmp_path / "other", "a").latestOffset(place, ReadAllAvailable())
+
+
+def test_what_retention_took_is_told_once_and_counted_only_if_it_is_skipped(
+    tmp_path, capfd, monkeypatch
+) -> None:
+    """S1: by the planner, which knows the bounds, in a line that the driver finds."""
+    with penstock.connect_sync(tmp_path / "data") as bus:
+        bus.publish_many("a", [b"x"] * 9)
+    for choice, skipped in (("fail", 0), ("skip", 4)):
+        planner = reader(tmp_path / "data", "a", onExpired=choice, maxEventsPerTrigger="5")
+        monkeypatch.setattr(planner.store(), "bounds", lambda _: {("a", 0): (7, 9)})
+        start = Place({("a", 0): 3}, reads="a").as_json()
+        end = planner.latestOffset(start, planner.getDefaultReadLimit())
+        assert Place.from_json(end) == Place({("a", 0): 8}, reads="a", skipped=skipped)
+        for _ in range(2):
+            assert len(planner.partitions(start, end)) == 1
+        told = capfd.readouterr().err
+        wanted = (
+            "penstock warning: retention took 4 events before they were read: a/0/3..7 is skipped"
+        )
+        assert told.count("retention took") == bool(skipped)
+        assert not skipped or told.startswith(wanted)
+
+
+def test_warnings_of_the_planner_are_found_among_what_java_prints(caplog) -> None:
+    assert passed_on("penstock warning: a/0/3..7 is skipped")
+    assert not passed_on("26/11/16 WARN Utils: a word of Spark's")
+    assert [(each.name, each.message) for each in caplog.records] == [
+        ("penstock.pipelines", "a/0/3..7 is skipped")
+    ]
+
+
+def test_of_two_limits_the_smaller_one_counts(tmp_path) -> None:
+    """S1: events of 1,000 bytes and a little."""
+    with penstock.connect_sync(tmp_path / "data") as bus:
+        bus.publish_many("a", [b"x" * 1_000] * 100)
+
+    def batch(events: int, size: int) -> int:
+        limits = {"maxEventsPerTrigger": str(events), "maxBytesPerTrigger": str(size)}
+        planner = reader(tmp_path / "data", "a", **limits)
+        end = planner.latestOffset(planner.initialOffset(), planner.getDefaultReadLimit())
+        return Place.from_json(end).offsets["a", 0]
+
+    assert batch(7, 50_000) == 7
+    assert 15 <= batch(70, 20_000) <= 20
+    assert batch(1_000, 10_000_000) == 100
+    everything = reader(tmp_path / "data", "a", maxEventsPerTrigger="7", maxBytesPerTrigger="1")
+    end = everything.latestOffset(everything.initialOffset(), ReadAllAvailable())
+    assert Place.from_json(end).offsets["a", 0] == 100, (
+        "a trigger that takes all is told so by Spark"
+    )
+
+
+def reader(folder: Path, topics: str = "#", **options: str) -> StreamReader:
+    """A stream's planner, which Spark runs in a process of its own."""
+    given = {"url": str(folder), "topics": topics, **options}
+    schema = StructType([StructField("offset", LongType(), False)])
+    return StreamReader(source_options(given), schema)
 
 
 def test_an_unknown_option_is_named_with_the_nearest_one() -> None:

@@ -153,6 +153,19 @@ def test_every_batch_is_counted_once() -> None:
     assert meter.last.batch == 3
 
 
+def test_events_that_were_skipped_are_counted_and_shown() -> None:
+    """S1: a place counts them from the beginning of the query, a batch has those of its own."""
+    query = Query(0, 1)
+    for report, before, after in zip(query.recentProgress, (3, 10), (10, 10), strict=True):
+        [source] = RECORDED["sources"]
+        begin, end = source["startOffset"] | {"skipped": before}, END | {"skipped": after}
+        report["sources"] = [source | {"startOffset": begin, "endOffset": end}]
+    meter = Meter(query)  # type: ignore[arg-type]
+    assert meter.look()
+    assert meter.skipped_events == 7
+    assert display.line("risk", meter).endswith("skipped 7")
+
+
 def test_a_query_without_a_batch_has_no_numbers() -> None:
     meter = Meter(Query())  # type: ignore[arg-type]
     assert not meter.look()
