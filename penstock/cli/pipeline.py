@@ -172,9 +172,11 @@ def _prepared(invocation: Invocation, name: str, said: dict[str, Any]) -> tuple[
 
     check_requirements()
     from penstock.pipelines.discovery import find
-    from penstock.pipelines.run import Route
+    from penstock.pipelines.run import Route, check_goes_somewhere, parameters
 
-    made = find(name, said["folder"])  # before Java starts: a wrong name is told at once
+    # All that can be wrong is told at once, before Java starts.
+    made = find(name, said["folder"])
+    parameters(made, _params(said["params_file"], said["params"]))
     options = {
         "start": said["start"],
         "maxEventsPerTrigger": said["max_events"] and str(said["max_events"]),
@@ -185,6 +187,8 @@ def _prepared(invocation: Invocation, name: str, said: dict[str, Any]) -> tuple[
         url=invocation.url, to=said["to"], warehouse=warehouse, token=said["token"],
         topics=said["topics"], options={key: each for key, each in options.items() if each},
     )  # fmt: skip
+    if made.mode != "batch":
+        check_goes_somewhere(made, route)
     return made, _spark(invocation, said), route
 
 
