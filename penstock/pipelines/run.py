@@ -91,7 +91,7 @@ def call(
         name: _read(spark, source, route, len(made.reads), streaming)
         for name, source in made.reads.items()
     }
-    return invoke(made, spark, frames, params, url=route.url)
+    return invoke(made, spark, frames, params, url=route.url, token=route.token)
 
 
 def invoke(
@@ -101,10 +101,11 @@ def invoke(
     params: Mapping[str, Any] | msgspec.Struct | None,
     *,
     url: str = "",
+    token: str | None = None,
 ) -> DataFrame:
-    """The function on these frames, with what else it asks for: `spark`, `url`, `params`."""
+    """The function on these frames, with what else it asks for: `spark`, `url`, `token`, `params`."""
     wanted = inspect.signature(made.function).parameters
-    offered = {"spark": spark, "url": url}
+    offered = {"spark": spark, "url": url, "token": token}
     arguments: dict[str, Any] = {
         **frames, **{name: each for name, each in offered.items() if name in wanted}
     }  # fmt: skip
