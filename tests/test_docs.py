@@ -24,7 +24,7 @@ from penstock.model import batch, errors
 
 ROOT = Path(penstock.__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted((DOCS / "guide").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((DOCS / "guide").rglob("*.md"))]
 EVERY_PAGE = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 DEADLINE_S = 60
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)

@@ -33,6 +33,10 @@ def _folder_option(function: Any) -> Any:
     )(function)  # fmt: skip
 
 
+def _token_option(function: Any) -> Any:
+    return click.option("--token", envvar="PENSTOCK_CLIENT_TOKEN", help="Token for the broker.")(function)  # fmt: skip
+
+
 def _params_options(function: Any) -> Any:
     function = click.option("--params", "params_file", type=click.Path(exists=True, dir_okay=False), help="TOML file of parameters.")(function)  # fmt: skip
     return click.option("-p", "--param", "params", multiple=True, metavar="NAME=VALUE", help="One parameter; repeat as needed.")(function)  # fmt: skip
@@ -86,7 +90,7 @@ def list_(invocation: Invocation, folder: str | None) -> None:
 @click.option(
     "--metrics-port", type=click.IntRange(0, 65_535), help="Serve Prometheus metrics here."
 )
-@click.option("--token", envvar="PENSTOCK_CLIENT_TOKEN", help="Token for the broker.")
+@_token_option
 @_params_options
 @_spark_options
 @_folder_option
@@ -114,9 +118,10 @@ def run(invocation: Invocation, /, name: str, **said: Any) -> None:
 @click.argument("name")
 @click.option("--topics", help="The topics that are read, when they were given to `run`.")
 @click.option("--state", default=STATE, show_default=True, help="Folder of checkpoints.")
+@_token_option
 @_folder_option
 @click.pass_obj
-def status(invocation: Invocation, name: str, topics: str | None, state: str, folder: str | None) -> None:  # fmt: skip
+def status(invocation: Invocation, name: str, topics: str | None, state: str, token: str | None, folder: str | None) -> None:  # fmt: skip
     """Show how far a pipeline is: its last batch, and how many events are left."""
     from penstock.pipelines.requirement import check_requirements
 
@@ -127,7 +132,7 @@ def status(invocation: Invocation, name: str, topics: str | None, state: str, fo
 
     made = find(name, folder)
     found = checkpoint.standing(Path(state) / made.name)
-    store = store_at(invocation.url)
+    store = store_at(invocation.url, token)
     patterns = [topics or each.topics for each in made.reads.values()]
     behind = sum(
         checkpoint.lag(place, store.bounds(pattern))
@@ -176,9 +181,11 @@ def _prepared(invocation: Invocation, name: str, said: dict[str, Any]) -> tuple[
 
     check_requirements()
     from penstock.pipelines.discovery import find
-    from penstock.pipelines.run import Route
+    from penstock.pipelines.run import Route, check_goes_somewhere, parameters
 
-    made = find(name, said["folder"])  # before Java starts: a wrong name is told at once
+    # All that can be wrong is told at once, before Java starts.
+    made = find(name, said["folder"])
+    parameters(made, _params(said["params_file"], said["params"]))
     options = {
         "start": said["start"],
         "maxEventsPerTrigger": said["max_events"] and str(said["max_events"]),
@@ -190,6 +197,8 @@ def _prepared(invocation: Invocation, name: str, said: dict[str, Any]) -> tuple[
         url=invocation.url, to=said["to"], warehouse=warehouse, token=said["token"],
         topics=said["topics"], options={key: each for key, each in options.items() if each},
     )  # fmt: skip
+    if made.mode != "batch":
+        check_goes_somewhere(made, route)
     return made, _spark(invocation, said), route
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,18 +38,20 @@ def command(invocation: Invocation, for_s: float | None, rate: float, master: st
     """Run the whole product: a broker, sample producers, and a Spark pipeline with its table.
 
     Evidence of three tenants goes to a broker, with duplicates, late events and bad rows among it;
-    the pipeline risk-tags turns it into tags on the bus and in an Iceberg table. Lives in
+    the pipeline risk-tags turns it into tags on the bus and in an Iceberg table. The first tags are
+    shown as soon as they are on the bus. Lives in
     ./showcase-data unless --url names another folder. Ends with 1 unless, for each tenant, every
     event ended as a result, a duplicate, a late or a bad row.
     """  # fmt: skip
     from penstock.pipelines.requirement import check_requirements
 
+    began = time.monotonic()
     check_requirements()
     folder = folder_of(FOLDER if invocation.url == DEFAULT_URL else invocation.url)
     if folder is None:
         raise InvalidInput("the showcase starts a broker of its own: --url names a folder here")
     with asked_to_stop(for_s) as stopping:
-        books, table_rows = _run(invocation, folder, rate, master, stopping)
+        books, table_rows = _run(invocation, folder, rate, master, stopping, began)
     _report(invocation, folder, books, table_rows)
     out = sum(each.out for each in books.values())
     if not all(each.balanced for each in books.values()) or table_rows != out:
@@ -56,8 +59,14 @@ def command(invocation: Invocation, for_s: float | None, rate: float, master: st
 
 
 def _run(
-    invocation: Invocation, folder: Path, rate: float, master: str | None, stopping: threading.Event
+    invocation: Invocation,
+    folder: Path,
+    rate: float,
+    master: str | None,
+    stopping: threading.Event,
+    began: float,
 ) -> tuple[dict[str, Balance], int]:
+    from penstock.cli.glimpse import Glimpse
     from penstock.testing.broker_process import BrokerProcess
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -67,7 +76,8 @@ def _run(
         producing.start()
         output.note("spark     starting (some seconds)")
         try:
-            table_rows = _pipeline(invocation, folder, broker, master, producing)
+            with Glimpse(broker.url(), began):
+                table_rows = _pipeline(invocation, folder, broker, master, producing)
         finally:
             stopping.set()
             producing.join()

@@ -23,7 +23,8 @@ from penstock.model.errors import DecodeFailed
 from penstock.pipelines.arrow_payload import alike, read_alike
 
 MAX_REASON_CHARS = 200
-ARROW = "arrow"
+ARROW, JSON, RAW = "arrow", "json", "raw"
+UNDECODED = "codec {} is not decoded; publish as JSON or Arrow, or read without a schema and decode `payload`"
 FEW = 8  # are looked at one by one
 _OBJECT = r"(?s)^\s*\{.*\}\s*$"
 
@@ -44,14 +45,17 @@ class Decoder:
             explicit_schema=self._schema, unexpected_field_behavior="ignore"
         )
         self._suspicious = msgspec.json.Decoder(dict[str, Any])
+        self._alone = {ARROW: self._arrow_alone, JSON: self._json_alone, RAW: self._json_alone}
 
     def decode(self, payloads: pa.Array, codec: Sequence[str]) -> tuple[pa.Array, pa.Array]:
         """Values, null where a payload does not fit, and the reasons."""
-        arrow = np.asarray(codec, dtype=np.str_) == ARROW
-        clean = [*self._arrow_parts(payloads, arrow), *self._json_parts(payloads, ~arrow)]
+        names = np.asarray(codec, dtype=np.str_)
+        # Bytes that nobody named are JSON more often than not, as a sink writes them by default.
+        texts = (names == JSON) | (names == RAW)
+        clean = [*self._arrow_parts(payloads, names == ARROW), *self._json_parts(payloads, texts)]
         if len(clean) == 1 and len(clean[0][0]) == len(payloads):
             return clean[0][1], pa.nulls(len(payloads), pa.string())
-        return self._one_by_one(payloads, clean, arrow)
+        return self._one_by_one(payloads, clean, codec)
 
     def _arrow_parts(self, payloads: pa.Array, chosen: Any) -> Iterator[tuple[Any, pa.Array]]:
         places = np.flatnonzero(chosen)
@@ -75,7 +79,7 @@ class Decoder:
         yield from _halved(payloads, places[good], self._lines)
 
     def _one_by_one(
-        self, payloads: pa.Array, clean: list[tuple[Any, pa.Array]], arrow: Any
+        self, payloads: pa.Array, clean: list[tuple[Any, pa.Array]], codec: Sequence[str]
     ) -> tuple[pa.Array, pa.Array]:
         """Put the parsed rows back where they were, with the rest between them."""
         pieces = [values for _, values in clean]
@@ -86,7 +90,10 @@ class Decoder:
             place[kept] = np.arange(following, following + len(values))
             following += len(values)
         for index in np.flatnonzero(place < 0).tolist():
-            alone = self._arrow_alone if arrow[index] else self._json_alone
+            alone = self._alone.get(codec[index])
+            if alone is None:
+                faults[index] = UNDECODED.format(codec[index])
+                continue
             value, faults[index] = alone(payloads[index].as_py())
             if value is not None:
                 pieces.append(value)

@@ -39,7 +39,7 @@ class Pipeline:
     name: str
     function: Callable[..., Any]
     reads: Mapping[str, Input] = field(default_factory=dict)
-    """Inputs by argument; none for a job that reads something else: it asks for `spark` and `url`."""
+    """Inputs by argument; none for a job that reads something else: it asks for `spark`, `url`, `token`."""
     writes: str | None = None
     """The topic of the rows that name none themselves."""
     table: str | None = None

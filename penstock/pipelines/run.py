@@ -52,7 +52,7 @@ def start(
     every_s: float | None = None,
 ) -> StreamingQuery:
     """Start a pipeline as a stream; with `once` it ends when it has read what there is now."""
-    _check_goes_somewhere(made, route)
+    check_goes_somewhere(made, route)
     result = call(made, spark, route, params, streaming=True)
     if made.table is not None and route.warehouse is not None:
         writer = result.writeStream.foreachBatch(_both(made, route))
@@ -91,7 +91,7 @@ def call(
         name: _read(spark, source, route, len(made.reads), streaming)
         for name, source in made.reads.items()
     }
-    return invoke(made, spark, frames, params, url=route.url)
+    return invoke(made, spark, frames, params, url=route.url, token=route.token)
 
 
 def invoke(
@@ -101,10 +101,11 @@ def invoke(
     params: Mapping[str, Any] | msgspec.Struct | None,
     *,
     url: str = "",
+    token: str | None = None,
 ) -> DataFrame:
-    """The function on these frames, with what else it asks for: `spark`, `url`, `params`."""
+    """The function on these frames, with what else it asks for: `spark`, `url`, `token`, `params`."""
     wanted = inspect.signature(made.function).parameters
-    offered = {"spark": spark, "url": url}
+    offered = {"spark": spark, "url": url, "token": token}
     arguments: dict[str, Any] = {
         **frames, **{name: each for name, each in offered.items() if name in wanted}
     }  # fmt: skip
@@ -226,11 +227,13 @@ def _sink_options(result: DataFrame, made: Pipeline, route: Route) -> dict[str, 
     return options
 
 
-def _check_goes_somewhere(made: Pipeline, route: Route) -> None:
+def check_goes_somewhere(made: Pipeline, route: Route) -> None:
+    """Refuse a stream whose results would be lost; needs no session, so it is asked before one starts."""
     if made.mode == "batch":
         raise InvalidInput(f"{made.name!r} is a batch pipeline; run it once")
     only_a_table = made.table is not None and made.writes is None and made.results is None
     if only_a_table and route.warehouse is None:
         raise InvalidInput(
-            f"{made.name!r} writes a table only: say where with a warehouse (a folder is enough)"
+            f"{made.name!r} writes a table only, and nothing says where; nothing ran. Name a "
+            "warehouse with --warehouse; a folder is enough"
         )

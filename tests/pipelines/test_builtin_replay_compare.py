@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import penstock
 from penstock.model.errors import Corrupted, InvalidSettings
 from penstock.pipelines.builtin.replay_compare import digest
+from penstock.pipelines.discovery import find
+from penstock.pipelines.run import Route, run_batch
 from penstock.pipelines.testkit import frame, run_on_rows
+from penstock.testing.broker_process import BrokerProcess
 
 START = datetime(2026, 3, 1, tzinfo=UTC)
 ROWS = [
@@ -71,3 +76,59 @@ def test_a_second_run_is_compared_with_the_first(spark: Any, tmp_path: Path) -> 
     file.write_text("{}")
     with pytest.raises(InvalidSettings, match="does not hold"):
         run_on_rows("replay-compare", spark, ROWS, params)
+
+
+class Log:
+    """A folder whose events stay in the journal until it is told to seal and to merge them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def publish(self, *numbers: int) -> str:
+        """Publish some; returns a time between these events and the next."""
+        with penstock.connect_sync(self.folder, sealing__enabled=False) as bus:
+            bus.publish_many("orders.eu.v1", [{"n": n} for n in numbers], keys=[f"k{n}" for n in numbers])  # fmt: skip
+            bus.publish("parcels", b"bytes", headers={"a": "1"})
+        time.sleep(0.01)
+        return datetime.now(UTC).isoformat()
+
+    def seal(self, *, kept: int) -> set[int]:
+        """Seal what there is, and merge when there are more shared files than `kept`; the segments."""
+        small = {"sealing__process": False, "sealing__shared_files_max": kept}
+        with penstock.connect_sync(self.folder, journal__roll_after_s=0.01, **small) as bus:
+            time.sleep(0.1)
+            bus.publish("other", b"the journal file before this event is closed")
+            engine = bus._target.engine
+            bus._thread.wait(engine.housekeeper.settle())
+            return {info.id for info in engine.log.manifest.segments()}
+
+
+def test_the_hash_is_the_same_in_journal_segments_and_through_a_broker(
+    spark: Any, tmp_path: Path
+) -> None:
+    """X6, X13.4: on the real source, of the same range, before and after sealing and merging."""
+    log, file = Log(tmp_path / "data"), tmp_path / "hash.json"
+    since = log.publish(1, 2)
+    until = log.publish(3, 4, 5)
+    log.publish(6)
+    params = {"file": str(file), "since": since, "until": until}
+    made = find("replay-compare")
+
+    def compared(url: str | Path) -> tuple[int, str, str]:
+        [row] = run_batch(made, spark, Route(url=str(url)), params).collect()
+        return row["rows"], row["sha256"], row["verdict"]
+
+    rows, sha256, verdict = compared(log.folder)
+    assert (rows, verdict) == (4, "kept")
+    first = log.seal(kept=100)
+    assert first
+    assert compared(log.folder) == (4, sha256, "equal")
+    log.publish(7)
+    assert first < log.seal(kept=100), "a second shared file"
+    assert not first & log.seal(kept=1), "and both are merged into a new one"
+    assert compared(log.folder) == (4, sha256, "equal")
+    with BrokerProcess(log.folder) as broker:
+        assert compared(broker.url()) == (4, sha256, "equal")
+        params["until"] = ""
+        params["file"] = ""
+        assert compared(broker.url())[1] != sha256

@@ -11,7 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import penstock
+from penstock.cli import exits
 from penstock.cli.app import run
+from penstock.pipelines import session
 from penstock.pipelines.lakehouse.warehouse import Warehouse, identifier, table_files
 from penstock.testing.object_store import ObjectStore
 
@@ -113,11 +115,15 @@ def test_a_pipeline_is_tested_on_rows_of_a_file(spark, project, capsys) -> None:
         (["run", "scaled", "-p", "colour=red"], "colour"),
         (["run", "scaled", "-p", "factor"], "NAME=VALUE"),
         (["status", "scaled", "--state", "nowhere"], "no checkpoint"),
-        (["run", "topic-to-table", "--once"], "warehouse"),
+        (["run", "topic-to-table", "--once"], "writes a table only"),
     ],
 )
-def test_what_is_wrong_is_said(spark, project, capsys, more, why) -> None:
-    assert run(words(project, *more)) != 0
+def test_what_is_wrong_is_said_before_java_starts(project, capsys, monkeypatch, more, why) -> None:
+    def started(**_: Any) -> None:
+        raise AssertionError("a session was asked for")
+
+    monkeypatch.setattr(session, "spark_session", started)
+    assert run(words(project, *more)) in (exits.INVALID, exits.NOT_FOUND)
     assert why in capsys.readouterr().out
 
 

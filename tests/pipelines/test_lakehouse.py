@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import duckdb
+import pyarrow as pa
 import pytest
 
+import penstock
 from penstock.model.errors import InvalidInput
 from penstock.model.table_errors import SchemaMismatch
 from penstock.pipelines.lakehouse.iceberg import IcebergTable
+from penstock.pipelines.lakehouse.topics import sync_topics
 from penstock.pipelines.lakehouse.warehouse import Warehouse, table_files
 from penstock.pipelines.lakehouse.writer import BatchReport, write_batch
 
@@ -170,3 +174,53 @@ def test_wrong_calls_write_nothing(spark: Any, warehouse: Warehouse) -> None:
     with pytest.raises(SchemaMismatch, match="CAST"):
         write_batch(spark.sql("SELECT NULL AS x"), warehouse, "risk.tags", query="q", batch=0)
     assert table_files(warehouse, "risk.tags") == []
+
+
+def seal(folder: Path, least_bytes: int) -> None:
+    """Put all events there are into segments: whoever opens the folder begins a new journal file."""
+    small = {"sealing__process": False, "sealing__min_segment_bytes": least_bytes}
+    with penstock.connect_sync(folder, **small) as bus:
+        bus.publish("other", b"")
+        engine = bus._target.engine
+        assert engine.journal.base > engine.log.manifest.sealed_to
+        while engine.log.manifest.sealed_to < engine.journal.base:  # the audit trail goes first
+            bus._thread.wait(engine.housekeeper.settle())
+            time.sleep(0.02)
+
+
+def test_topic_tables_are_the_same_to_spark_duckdb_and_pyiceberg(
+    spark: Any, warehouse: Warehouse, tmp_path: Path
+) -> None:
+    """Row S4: segments that joined by file, and rows copied from shared ones, every column of interest."""
+    data = tmp_path / "data"
+    for least in (1, 1 << 20):  # first a file for each topic and tenant, then one for all
+        with penstock.connect_sync(data, sealing__enabled=False) as bus:
+            for tenant in ("acme", "globex"):
+                topic = f"orders.created.v1.{tenant}"
+                bus.publish_many(topic, [{"n": n} for n in range(20)], keys=["k"] * 20)
+                bus.publish(topic, b"", headers={"trace": "t1"})
+        seal(data, least)
+    report = sync_topics(data, warehouse, ["orders.#"])
+    assert report.joined
+    assert report.copied
+    paths = table_files(warehouse, "orders.created.v1")
+    columns = ("topic", "tenant", "partition", "offset", "key", "payload", "headers")
+    by_spark = sorted(
+        tuple(bytes(each) if isinstance(each, bytearray) else each for each in row)
+        for row in spark.read.parquet(*paths).selectExpr(*columns, "unix_micros(append_time)").collect()
+    )  # fmt: skip
+    assert len(by_spark) == 84
+    scan = IcebergTable(warehouse, "orders.created.v1").load().scan().to_arrow()
+    micros = scan["append_time"].cast(pa.timestamp("us", "UTC")).cast(pa.int64()).to_pylist()
+    by_iceberg = [
+        (*(row[name] for name in columns[:-1]), dict(row["headers"] or ()), us)
+        for row, us in zip(scan.to_pylist(), micros, strict=True)
+    ]
+    named = ", ".join(f'"{name}"' for name in columns)
+    with duckdb.connect() as session:
+        by_duckdb = session.execute(f"SELECT {named}, epoch_us(append_time) FROM read_parquet(?)", [paths]).fetchall()  # fmt: skip
+    plain = [(*row[:-2], dict(row[-2] or {}), row[-1]) for row in by_spark]
+    assert sorted(by_iceberg, key=str) == sorted(plain, key=str)
+    assert sorted(((*row[:-2], dict(row[-2] or {}), row[-1]) for row in by_duckdb), key=str) == (
+        sorted(plain, key=str)
+    )

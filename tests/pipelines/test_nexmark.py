@@ -8,6 +8,7 @@ hold back nothing.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections import Counter
@@ -20,8 +21,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import penstock
+from penstock.bench.cases.workload import sealed, sealed_share
 from penstock.bench.nexmark import nexmark_table, run_nexmark
 from penstock.bench.report import compare
+from penstock.cli.app import run
 from penstock.pipelines.nexmark import reference
 from penstock.pipelines.nexmark.generator import (
     AUCTION,
@@ -184,17 +187,17 @@ def test_a_stream_gives_duckdbs_rows(name: str, spark: Any, files: Path, events:
         for each in query.reads
         if (table := spark.read.parquet(str(files / each)))
     }
-    running = (
-        query(streams)
-        .writeStream.outputMode(query.mode)
-        .format("memory")
-        .queryName(f"nexmark_{name}")
-        .trigger(availableNow=True)
-        .start()
-    )
+    assert_streams(spark, name, streams, events)
+
+
+def assert_streams(spark: Any, name: str, streams: dict[str, Any], events: Events) -> None:
+    """Run a query as a stream over all there is; it gives DuckDB's rows, less what it holds back."""
+    query, table = QUERIES[name], f"nexmark_{name}"
+    writing = query(streams).writeStream.outputMode(query.mode).format("memory").queryName(table)
+    running = writing.trigger(availableNow=True).start()
     running.awaitTermination()
-    ours = latest(spark.table(f"nexmark_{name}").toArrow(), query.keys)
-    spark.catalog.dropTempView(f"nexmark_{name}")
+    ours = latest(spark.table(table).toArrow(), query.keys)
+    spark.catalog.dropTempView(table)
     whole = Reference(events).result(name)
     if name not in HELD_BACK:
         assert_same(ours, whole)
@@ -301,27 +304,53 @@ def test_different_rows_are_noticed() -> None:
 # -- over the bus ----------------------------------------------------------------------------------
 
 
-async def test_queries_over_the_bus_give_duckdbs_rows(tmp_path: Path, spark: Any, events: Events) -> None:  # fmt: skip
-    """Row S9: the same events, published and read back through the source, batch and stream."""
-    url = str(tmp_path / "bus")
-    async with penstock.connect(url, sealing__process=False) as bus:
-        await publish(bus, GENERATOR, batch_events=1_000)
-    query = QUERIES["q4"]
-    tables = {name: from_bus(spark.read, url, name, used) for name, used in query.reads.items()}
-    assert_same(query(tables).toArrow(), Reference(events).result("q4"))
-    query = QUERIES["q8"]
-    tables = {
-        name: from_bus(spark.readStream, url, name, used) for name, used in query.reads.items()
+@pytest.fixture(scope="module")
+def bus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The same events in a log, some of them sealed: the source reads segments and the journal."""
+    folder = tmp_path_factory.mktemp("nexmark") / "bus"
+    often = {"sealing__process": False, "journal__roll_after_s": 0.01}
+
+    async def fill() -> None:
+        async with penstock.connect(folder, **often) as made:
+            await publish(made, GENERATOR, batch_events=500)
+            await sealed(made)
+            assert 0 < sealed_share(made) < 1
+
+    asyncio.run(fill())
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", QUERIES)
+def test_a_batch_over_the_bus_gives_duckdbs_rows(name: str, spark: Any, bus: str, events: Events) -> None:  # fmt: skip
+    """Row S9: the same events, published and read back through the source."""
+    query = QUERIES[name]
+    tables = {each: from_bus(spark.read, bus, each, used) for each, used in query.reads.items()}
+    ours = query(tables).toArrow()
+    assert ours.num_rows
+    assert_same(ours, Reference(events).result(name))
+
+
+@pytest.mark.parametrize("name", STREAMED)
+def test_a_stream_over_the_bus_gives_duckdbs_rows(name: str, spark: Any, bus: str, events: Events) -> None:  # fmt: skip
+    """Row S9: in several batches, so that state, windows and watermarks go over their borders."""
+    streams = {
+        each: from_bus(spark.readStream.option("maxEventsPerTrigger", 2_000), bus, each, used)
+        for each, used in QUERIES[name].reads.items()
     }
-    running = (
-        query(tables)
-        .writeStream.format("memory")
-        .queryName("over_the_bus")
-        .trigger(availableNow=True)
-        .start()
-    )
-    running.awaitTermination()
-    assert_same(spark.table("over_the_bus").toArrow(), Reference(events).result("q8"))
+    assert_streams(spark, name, streams, events)
+
+
+def test_the_command_reports_events_a_second_and_core(tmp_path: Path, spark: Any, capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    """Row S9: `penstock bench nexmark --json`; events a second and core, beside Spark's own source."""
+    words = ["--json", "bench", "nexmark", "--query", "q2,q8", "--events", "2000", "--rounds", "1"]
+    assert run([*words, "--dir", str(tmp_path)]) == 0
+    found = {each["case"]: each for each in json.loads(capsys.readouterr().out)}
+    assert set(found) == {"nexmark-q2", "nexmark-q8"}
+    for result in found.values():
+        sides = [result["penstock"], *result["peers"].values()]
+        assert all(side["extra"]["per_s_core"] > 0 for side in sides)
+        assert set(result["peers"]) == {"parquet", "typed"}
+    assert not list(tmp_path.iterdir()), "the log and the files are gone"
 
 
 def test_the_benchmark_reports_every_side(tmp_path: Path, spark: Any) -> None:

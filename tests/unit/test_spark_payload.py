@@ -226,3 +226,24 @@ def test_white_space_around_payloads_is_no_reason_to_go_slowly(
     monkeypatch.setattr(Decoder, "_json_alone", alone)
     values, _ = decoded(b'{"n": 1}\n', b' {"n": 2}', b'{"n": \n3}\r\n')
     assert [value["n"] for value in values] == [1, 2, 3]
+
+
+def test_a_codec_that_is_not_decoded_is_named() -> None:
+    """S1: the reader learns that it is msgpack, not that it is bad JSON; its neighbours are as they were."""
+    codec = ["json", "msgpack", "raw", "arrow", "protobuf"]
+    payloads = [
+        b'{"n": 1}', codecs.get("msgpack").encode({"n": 2}), b'{"n": 3}', arrow(row(n=4)), b"\x08\x05",
+    ]  # fmt: skip
+    value, fault = Decoder(FIELDS).decode(pa.array(payloads, pa.binary()), codec)
+    assert [each and each["n"] for each in value.to_pylist()] == [1, None, 3, 4, None]
+    faults = fault.to_pylist()
+    assert [each and each.partition(";")[0] for each in faults] == [
+        None, "codec msgpack is not decoded", None, None, "codec protobuf is not decoded",
+    ]  # fmt: skip
+
+
+def test_payloads_that_all_are_of_another_codec_get_the_reason_each() -> None:
+    """Even one that looks like JSON: a codec says what the bytes are."""
+    values, faults = decoded(b'{"n": 1}', b"", codec="msgpack")
+    assert values == [None, None]
+    assert all(str(fault).startswith("codec msgpack is not decoded; ") for fault in faults)

@@ -8,13 +8,17 @@ import sys
 import zipfile
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from penstock.cli import exits
+from penstock.cli.app import run
 from penstock.model.errors import InvalidSettings, MissingExtra, UnfitEnvironment
-from penstock.pipelines import shipment
+from penstock.pipelines import session, shipment
 from penstock.pipelines.gateway import launch
 from penstock.pipelines.java import Java
+from penstock.pipelines.pushdown import PUSHDOWN
 from penstock.pipelines.requirement import REQUIREMENTS, check_requirements
 from penstock.pipelines.session import default_settings, spark_session, threads_of
 
@@ -150,3 +154,50 @@ def test_a_package_that_cannot_be_shipped_is_named(
     monkeypatch.setattr(shipment, "PACKAGES", ("penstock", "no_such_package"))
     with pytest.raises(UnfitEnvironment, match="no_such_package"):
         shipment.pack(tmp_path)
+
+
+# -- verbose -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verbose", [True, False])
+def test_java_speaks_on_the_terminal_only_when_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verbose: bool
+) -> None:
+    """Verbose, Java has our stderr; otherwise a pipe that ends in the log."""
+    pyspark = pytest.importorskip("pyspark")
+    given: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(pyspark.java_gateway, "launch_gateway", lambda *each: given.append(each))
+    conf = pyspark.SparkConf(loadDefaults=False)
+    launch(conf, Java(tmp_path, "17.0.15", "JAVA_HOME"), verbose=verbose)
+    [(asked, *pipes)] = given
+    assert asked is conf
+    assert [list(each) for each in pipes] == ([] if verbose else [["stderr"]])
+
+
+@pytest.mark.parametrize(("words", "level"), [(["-v"], "INFO"), ([], "WARN")])
+def test_a_verbose_command_starts_a_verbose_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], level: str
+) -> None:
+    """From the flag of the command to Spark's own level of logging; nothing is started."""
+    pytest.importorskip("pyspark")
+    told: dict[str, Any] = {}
+
+    class Context:
+        _gateway = _active_spark_context = None
+
+        def __init__(self, conf: Any, gateway: Any) -> None:
+            told["gateway"] = gateway
+
+        def setLogLevel(self, level: str) -> None:  # Spark's name for it
+            told["level"] = level
+            raise InvalidSettings("far enough")
+
+    for name in ("PYSPARK_PYTHON", "PYSPARK_DRIVER_PYTHON", PUSHDOWN):
+        monkeypatch.setenv(name, "as it was")  # and is again afterwards
+    monkeypatch.setattr("pyspark.SparkContext", Context)
+    monkeypatch.setattr(session, "find_java", lambda: None)
+    monkeypatch.setattr(session, "launch", lambda conf, java, *, verbose: f"verbose {verbose}")
+    rows = tmp_path / "rows"
+    rows.write_text("")
+    assert run([*words, "pipeline", "test", "usage", str(rows)]) == exits.INVALID
+    assert told == {"gateway": f"verbose {level == 'INFO'}", "level": level}

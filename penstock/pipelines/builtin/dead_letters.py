@@ -15,7 +15,7 @@ from pyspark.sql import functions as sql
 from penstock.bus.sync import connect_sync
 from penstock.model.arrow import TIME
 from penstock.model.errors import InvalidSettings
-from penstock.pipelines.connection import is_broker
+from penstock.pipelines.connection import credentials, is_broker
 from penstock.pipelines.pipeline import pipeline
 
 if TYPE_CHECKING:
@@ -57,11 +57,11 @@ class Params(msgspec.Struct, forbid_unknown_fields=True):
 
 
 @pipeline("dead-letters", mode="batch", params=Params)
-def dead_letters(spark: SparkSession, url: str, params: Params) -> DataFrame:
+def dead_letters(spark: SparkSession, url: str, token: str | None, params: Params) -> DataFrame:
     """Why events died: groups by consumer, topic and error, the largest first, with samples."""
     if params.samples < 0 or params.limit < 1:
         raise InvalidSettings("`samples` is 0 or more and `limit` 1 or more; nothing ran")
-    with connect_sync(_read_only(url)) as bus:
+    with connect_sync(_read_only(url), **credentials(token)) as bus:
         letters = bus.dead_letters.list(
             consumer=params.consumer,
             topic=params.topic,

@@ -28,6 +28,8 @@ REJECTED = pa.schema(
     ]
 )
 """Columns of a dead-letter table."""
+RENAMED = {"topic": "source_topic"}
+"""What a column is called in rows whose own `topic` would say where they are to be published."""
 
 
 def fit(batch: pa.RecordBatch, target: pa.Schema) -> tuple[pa.RecordBatch, pa.RecordBatch]:
@@ -79,7 +81,8 @@ def _split(
 def _rejected(rows: pa.RecordBatch, reasons: list[str]) -> pa.RecordBatch:
     columns: list[pa.Array] = [pa.array(reasons, pa.string())]
     for field in list(REJECTED)[1:-1]:
-        found = rows.column(field.name) if field.name in rows.schema.names else None
+        name = field.name if field.name in rows.schema.names else RENAMED.get(field.name)
+        found = rows.column(name) if name in rows.schema.names else None
         # A column of the same name and another meaning is in the payload as it was.
         columns.append(
             pa.nulls(rows.num_rows, field.type)
