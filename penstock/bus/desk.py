@@ -118,7 +118,10 @@ class Groups(Desk):
 
 
 class DeadLetters(Desk):
-    """Dead letters: `bus.dead_letters` (row T8)."""
+    """Dead letters: `bus.dead_letters` (row T8).
+
+    Changes name an actor for the audit trail; a broker that was shown a token knows it by itself.
+    """
 
     async def list(
         self,
@@ -128,9 +131,11 @@ class DeadLetters(Desk):
         tenant: str | None = None,
         limit: int = 100,
         everything: bool = False,
+        offset: int = 0,
     ) -> Rows:
         """Dead letters, newest first; `everything` shows those that were replayed, too."""
-        return await self._bus.ask(ask.ListDead(consumer, topic, tenant, limit, everything))  # type: ignore[no-any-return]
+        wanted = ask.ListDead(consumer, topic, tenant, limit, everything, offset)
+        return await self._bus.ask(wanted)  # type: ignore[no-any-return]
 
     async def inspect(self, id: str) -> Any:
         """One dead letter with its payload, key and headers."""
@@ -142,9 +147,9 @@ class DeadLetters(Desk):
         *,
         target_consumer: str,
         target_topic: str,
-        actor: str,
         reason: str,
         confirm: str,
+        actor: str = "",
     ) -> Any:
         """Give dead letters back to their consumer; restate the exact target, and confirm="REPLAY"."""
         self._bus.need("dead-letter-replay")
@@ -159,14 +164,14 @@ class DeadLetters(Desk):
         consumer: str,
         topic: str,
         payload: bytes | None = None,
-        actor: str,
         reason: str,
+        actor: str = "",
     ) -> Any:
         """Quarantine a message by hand: an event of the log by its id, or a payload given here."""
         self._bus.need("dead-letter-replay")
         return await self._bus.ask(ask.Quarantine(id, consumer, topic, actor, reason, payload))
 
-    async def purge(self, ids: Sequence[str], *, actor: str, reason: str, confirm: str) -> Any:
+    async def purge(self, ids: Sequence[str], *, reason: str, confirm: str, actor: str = "") -> Any:
         """Take dead letters out of the view, with confirm="PURGE"; the log keeps the events."""
         self._bus.need("dead-letter-replay")
         return await self._bus.ask(ask.PurgeDead([*ids], actor, reason, confirm))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 COMMANDS = (
     "publish", "tail", "replay", "topic", "group", "route", "schedule", "dlq", "audit",
-    "pipeline", "table", "config", "doctor", "bench", "demo", "showcase", "completion", "up", "token",
+    "session", "tenant", "pipeline", "table", "config", "doctor", "bench", "demo", "showcase", "completion", "up", "token",
 )  # fmt: skip
 """Each is a module of this package with a `command` in it, imported when it is asked for."""
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock.cli import exits, output
-from penstock.cli.invocation import Invocation, Noun
-from penstock.cli.session import change, look
+from penstock.cli.invocation import Invocation, Noun, is_broker
+from penstock.cli.visit import change, look
 from penstock.cli.when import MOMENT
 
 if TYPE_CHECKING:
@@ -65,14 +65,16 @@ def verify(invocation: Invocation) -> None:
 @click.argument("folder", metavar="DIR", type=click.Path(file_okay=False))
 @click.pass_obj
 def export(invocation: Invocation, folder: str) -> None:
-    """Copy the finished audit files and a signed list of them to DIR.
+    """Copy the finished audit files and a signed list of them to DIR; a broker's are on its own disk.
 
-    Nothing in DIR is ever rewritten, so it may be write-once storage; export there again later.
+    Nothing in DIR is ever rewritten, so it may be write-once storage; export there again later. A
+    broker writes to the disk of its own host, so there DIR is an absolute path of that host.
     """
 
     async def work(bus: penstock.Bus) -> Any:
         return await bus.audit.export(folder)
 
     manifest = change(invocation, work)
-    record = {"folder": folder, "records": manifest.sequence, "hash": manifest.hash, "files": [file.path for file in manifest.files], "public_key": manifest.public_key}  # fmt: skip
+    where = {"host": "the broker's"} if is_broker(invocation.url) else {}
+    record = {"folder": folder, **where, "records": manifest.sequence, "hash": manifest.hash, "files": [file.path for file in manifest.files], "public_key": manifest.public_key}  # fmt: skip
     output.show_record(invocation, record)

@@ -1,6 +1,7 @@
 """`penstock dlq`: dead letters, looked at, sent back, made by hand and purged.
 
-Every change names an actor and a reason for the audit trail. Replay wants the original consumer and
+Every change has an actor and a reason for the audit trail; a broker that is shown a token knows the
+actor. Replay wants the original consumer and
 topic restated and `--confirm REPLAY`; purge wants `--confirm PURGE`.
 """
 
@@ -13,9 +14,10 @@ import click
 from penstock.cli import exits, output
 from penstock.cli.complete import complete_group, complete_topic
 from penstock.cli.confirm import confirm_option
-from penstock.cli.invocation import Invocation, Noun
-from penstock.cli.session import change, look
+from penstock.cli.invocation import Invocation, Noun, is_broker
+from penstock.cli.paging import page_options
 from penstock.cli.view import key_text, payload_fields
+from penstock.cli.visit import change, look
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,12 +35,21 @@ def command() -> None:
 
 def _audited(function: F) -> F:
     options: list[Callable[[F], F]] = [
-        click.option("--actor", required=True, help="Who does it, for the audit trail."),
+        click.option("--actor", default="", callback=_actor, help="Who does it, for the audit trail. With a token (client.token) the broker knows; else required."),
         click.option("--reason", "--mutation-reason", "reason", required=True, help="Why, for the audit trail."),
     ]  # fmt: skip
     for option in reversed(options):
         function = option(function)
     return function
+
+
+def _actor(context: click.Context, option: click.Parameter, stated: str) -> str:
+    """Who does it; empty where the broker knows it from the token."""
+    invocation = context.ensure_object(Invocation)
+    known = is_broker(invocation.url) and invocation.settings().client.token
+    if not stated and not known:
+        raise click.BadParameter("say who does it; only a token (client.token) tells a broker who you are", ctx=context, param=option)  # fmt: skip
+    return stated
 
 
 def _ids(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> list[str]:
@@ -70,9 +81,8 @@ def _detail(letter: Any) -> dict[str, Any]:
 @click.option("--consumer", shell_complete=complete_group, help="Only of this consumer group.")
 @click.option("--topic", shell_complete=complete_topic, help="Only of this topic.")
 @click.option("--tenant", help="Only of this tenant.")
-@click.option(
-    "--limit", type=click.IntRange(min=1), default=100, show_default=True, help="At most so many."
-)
+@click.option("--everything", is_flag=True, help="Those that were replayed, too.")
+@page_options(limit=100)
 @click.pass_obj
 def list_(invocation: Invocation, /, **selection: Any) -> None:
     """List dead letters."""

@@ -10,7 +10,7 @@ from penstock.cli import output
 from penstock.cli.complete import complete_group, complete_topic
 from penstock.cli.confirm import confirm_option, require
 from penstock.cli.invocation import Invocation, Noun
-from penstock.cli.session import change, look
+from penstock.cli.visit import change, look
 from penstock.cli.when import POSITION
 
 if TYPE_CHECKING:

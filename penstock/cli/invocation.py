@@ -58,6 +58,15 @@ def folder_of(url: str) -> Path | None:
     return Path(url.partition("?")[0])
 
 
+def is_broker(url: str) -> bool:
+    """Whether a URL leads to a broker.
+
+    >>> is_broker("penstock+zmq://host:5555"), is_broker("./penstock"), is_broker("mem:")
+    (True, False, False)
+    """
+    return bool(_SCHEME.match(url)) and url.lower().startswith("penstock")
+
+
 def read_only(url: str) -> str:
     """The URL that opens the same folder without becoming its writer.
 
@@ -97,7 +106,7 @@ def global_options(*, at_root: bool) -> list[click.Option]:
         )
 
     return [
-        option("--url", metavar="URL", envvar="PENSTOCK_URL", help="The bus: a data folder, or `mem:`. Default: ./data."),
+        option("--url", metavar="URL", envvar="PENSTOCK_URL", help="The bus: a data folder, a broker (penstock://host:5557), or `mem:`. Default: ./data."),
         option("--config", metavar="FILE", envvar="PENSTOCK_CONFIG", help="Settings file in TOML."),
         option("--set", "sets", metavar="KEY=VALUE", multiple=True, help="One setting, such as durability.fsync=never; repeat as needed."),
         option("--json", is_flag=True, help="Print JSON, one object per line."),

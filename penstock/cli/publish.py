@@ -13,7 +13,7 @@ from penstock.cli.complete import complete_topic
 from penstock.cli.intake import STDIN, Stretch, check_sources
 from penstock.cli.invocation import Invocation, leaf
 from penstock.cli.publisher import Plan, Publisher, Tally, publish_all
-from penstock.cli.session import change
+from penstock.cli.visit import change
 from penstock.cli.when import DURATION, FUTURE
 from penstock.model.errors import PenstockError
 

@@ -22,7 +22,9 @@ command prints JSON, one object per line, and an error is an object with the fie
 Commands that only look (`tail`, `replay`, every `list`, `info`, `inspect`, `query`, `verify` and
 `resolve`) open the folder read-only: they work while another process writes it, and see what is
 committed. Commands that change something need the folder for themselves; when another process has
-it, they end with exit code 6 and name that process.
+it, they end with exit code 6 and name that process. At a broker (`--url penstock://host:5557`) both
+kinds of commands work beside its clients; a token goes into `client.token`
+(`PENSTOCK_CLIENT_TOKEN`).
 
 Times are ISO 8601 with a zone (`2026-01-31T09:00:00Z`), epoch seconds, or how long ago (`2h`,
 `1h30m`). Durations are `250ms`, `90s`, `5m`, `1h30m`, `2d`; sizes are `64MiB`, `1GB`.

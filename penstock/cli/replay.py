@@ -9,8 +9,8 @@ import click
 from penstock.cli import output
 from penstock.cli.complete import complete_topic
 from penstock.cli.invocation import Invocation, leaf
-from penstock.cli.session import look
 from penstock.cli.view import FORMAT_HELP, renderer
+from penstock.cli.visit import look
 from penstock.cli.when import MOMENT
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import click
 from penstock.cli import output
 from penstock.cli.complete import complete_topic
 from penstock.cli.invocation import Invocation, Noun
-from penstock.cli.session import change, look
+from penstock.cli.visit import change, look
 
 if TYPE_CHECKING:
     import penstock

@@ -1,56 +1,41 @@
-"""A command's time with a bus: open it, do the work, close it."""
+"""`penstock session`: who is connected to a broker, and what each holds (row T4)."""
 
 from __future__ import annotations
 
-import asyncio
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from penstock.cli.invocation import folder_of, read_only
-from penstock.model.errors import NotADataFolder
+import click
+
+from penstock.cli import output
+from penstock.cli.invocation import Invocation, Noun
+from penstock.cli.paging import page_options
+from penstock.cli.visit import look, require_broker
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    import penstock
-    from penstock.cli.invocation import Invocation
-
-T = TypeVar("T")
-
-ABOUT_FILE = "penstock.json"
-"""What makes a folder a data folder (penstock.log.recovery)."""
-
-
-def look(invocation: Invocation, work: Callable[[penstock.Bus], Awaitable[T]]) -> T:
-    """Do something that only reads; works while another process writes the folder."""
-    _require_folder(invocation.url)
-    return asyncio.run(_with_bus(invocation, read_only(invocation.url), work))
-
-
-def change(
-    invocation: Invocation, work: Callable[[penstock.Bus], Awaitable[T]], *, creates: bool = False
-) -> T:
-    """Do something that writes; `creates` says that a missing folder is made."""
-    if not creates:
-        _require_folder(invocation.url)
-    return asyncio.run(_with_bus(invocation, invocation.url, work))
-
-
-async def _with_bus(
-    invocation: Invocation, url: str, work: Callable[[penstock.Bus], Awaitable[T]]
-) -> T:
     import penstock
 
-    async with penstock.connect(url, settings=invocation.settings()) as bus:
-        return await work(bus)
+COLUMNS = ["id", "client", "tenant", "subject", "peer", "connected", "silent_s", "held", "groups"]
 
 
-def _require_folder(url: str) -> None:
-    """A slip in a path must neither make a folder nor look like an empty bus."""
-    folder = folder_of(url)
-    if folder is not None and not (folder / ABOUT_FILE).exists():
-        what = "holds no Penstock data" if folder.is_dir() else "does not exist"
-        raise NotADataFolder(
-            f"the folder {folder} {what}. Name the data folder with --url or PENSTOCK_URL, or make "
-            "one with `penstock publish` or `penstock topic create`",
-            path=str(folder),
-        )
+@click.group("session", cls=Noun)
+def command() -> None:
+    """Look at the sessions of a broker's clients."""
+
+
+@command.command("list")
+@page_options(limit=1_000)
+@click.pass_obj
+def list_(invocation: Invocation, limit: int, offset: int) -> None:
+    """List the sessions of clients: those of your tenant, all for an admin.
+
+    A session outlives its connection: one without a connection waits for its client to come back.
+    """
+    require_broker(invocation.url, "sessions")
+
+    async def work(bus: penstock.Bus) -> list[Any]:
+        from penstock.engines.request import ListSessions
+
+        return list(await bus.ask(ListSessions()))
+
+    rows = look(invocation, work)[offset : offset + limit]
+    output.show_rows(invocation, map(output.plain, rows), COLUMNS)

@@ -12,7 +12,7 @@ from penstock.core.state import DeadLetter
 from penstock.engines import request as ask
 from penstock.engines.deadletters import DeadLetterDetail, Outcome
 from penstock.engines.engine import Request
-from penstock.engines.views import GroupInfo, TopicInfo
+from penstock.engines.views import GroupInfo, SessionInfo, TenantInfo, TopicInfo
 from penstock.log.auditseal import Manifest
 
 ANSWERS: dict[type[Request], Any] = {
@@ -43,6 +43,8 @@ ANSWERS: dict[type[Request], Any] = {
     ask.ListSchedules: list[Definition],
     ask.PutSchedule: Definition,
     ask.RemoveSchedule: None,
+    ask.ListSessions: list[SessionInfo],
+    ask.ListTenants: list[TenantInfo],
     ask.Pressure: dict[str, Any],
 }
 
@@ -53,6 +55,6 @@ READ_ONLY = frozenset(
     {
         ask.ListTopics, ask.DescribeTopic, ask.FindOffset, ask.ListGroups, ask.DescribeGroup,
         ask.ListDead, ask.InspectDead, ask.QueryAudit, ask.VerifyAudit, ask.ListRoutes,
-        ask.ResolveRoute, ask.ListSchedules, ask.Pressure,
+        ask.ResolveRoute, ask.ListSchedules, ask.ListSessions, ask.ListTenants, ask.Pressure,
     }
 )  # fmt: skip

@@ -68,6 +68,7 @@ class BrokerEngine:
         self._unreported: dict[RemoteDelivery, None] = {}
         self._scheduled = False
         self._deadline_s = settings.client.deadline_s
+        self._signs_for_us = bool(settings.client.token)
         self._joining: set[asyncio.Task[None]] = set()
         self._asked: set[int] = set()
         """Feeds whose Subscribe has no answer yet: the channel sends it again by itself."""
@@ -309,6 +310,9 @@ class BrokerEngine:
     async def ask(self, request: Request) -> Any:
         """Administer."""
         kind = type(request)
+        if self._signs_for_us and getattr(request, "actor", "") == self.channel.hello.subject:
+            # The token says who we are; the name in our settings may be another.
+            request = msgspec.structs.replace(request, actor="")
         message = say.Ask(kind.__name__, msgspec.to_builtins(request, builtin_types=(bytes,)))
         answer = await self.channel.call(Kind.ASK, message, again=kind in READ_ONLY)
         return decode(answer.meta, ANSWERS[kind])

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 # Doomed events buried in one journal entry.
 BURY_CHUNK = 256
+MAX_IDS = 1_000  # in one request: each is a commit of its own, so this takes a second or two
 QUARANTINE = -1  # offset of a dead letter that was never an event of the log
 
 
@@ -79,7 +80,7 @@ def newest_letters(letters: Iterable[DeadLetter], wanted: ListDead) -> list[Dead
         and (wanted.everything or letter.status == "dead")
     ]
     found.sort(key=lambda letter: letter.dead_lettered_at_us, reverse=True)
-    return found[: wanted.limit]
+    return found[wanted.offset : wanted.offset + wanted.limit]
 
 
 async def detail_of(
@@ -218,6 +219,7 @@ class Graveyard:
     ) -> Outcome:
         """Give dead letters back to the consumer they failed at, each with a fresh budget."""
         _confirmed("REPLAY", confirm, actor, reason)
+        _check_count(ids)
         outcome = Outcome(len(ids))
         for id in ids:
             try:
@@ -279,6 +281,7 @@ class Graveyard:
     async def purge(self, ids: Sequence[str], actor: str, reason: str, confirm: str) -> Outcome:
         """Take dead letters out of the view; the log keeps the events."""
         _confirmed("PURGE", confirm, actor, reason)
+        _check_count(ids)
         outcome = Outcome(len(ids))
         for id in ids:
             try:
@@ -353,7 +356,20 @@ class Graveyard:
 def _named(actor: str, reason: str) -> None:
     if not actor or not reason:
         raise InvalidInput(
-            "an operator's action needs an actor and a reason", actor=actor, reason=reason
+            "an operator's action needs an actor and a reason for the audit trail; nothing was "
+            "changed. Only a token tells a broker who the actor is",
+            actor=actor,
+            reason=reason,
+        )
+
+
+def _check_count(ids: Sequence[str]) -> None:
+    if len(ids) > MAX_IDS:
+        raise InvalidInput(
+            f"{len(ids)} ids in one request, and {MAX_IDS} are allowed; nothing was changed. Ask "
+            "several times",
+            ids=len(ids),
+            limit=MAX_IDS,
         )
 
 

@@ -95,6 +95,7 @@ class ListDead(Request, frozen=True):
     tenant: str | None = None
     limit: int = 100
     everything: bool = False
+    offset: int = 0
 
 
 class InspectDead(Request, frozen=True):
@@ -209,6 +210,14 @@ class RemoveSchedule(Request, frozen=True):
     """Drop a recurring event."""
 
     id: str
+
+
+class ListSessions(Request, frozen=True):
+    """The sessions of a broker's clients."""
+
+
+class ListTenants(Request, frozen=True):
+    """The tenants of a broker: limits in force, and their use."""
 
 
 class Pressure(Request, frozen=True):

@@ -1,10 +1,11 @@
-"""Views: topics and groups as operators see them, from a running engine or from files alone."""
+"""Views: topics, groups, sessions and tenants as operators see them."""
 
 from __future__ import annotations
 
 import msgspec
 
 from penstock.core.entry import GroupSpec, TopicSpec
+from penstock.core.quota import TenantLimits
 from penstock.core.state import GroupState, State
 from penstock.log.eventlog import EventLog
 from penstock.model.errors import UnknownTopic
@@ -54,6 +55,36 @@ class GroupInfo(msgspec.Struct):
     lag: int
     outstanding: int
     lanes: list[LaneInfo]
+
+
+class SessionInfo(msgspec.Struct, frozen=True):
+    """A session as operators see it."""
+
+    id: str
+    client: str
+    tenant: str
+    subject: str
+    agent: str
+    peer: str
+    connected: bool
+    resumable: bool
+    silent_s: float
+    subscriptions: list[str]
+    groups: list[str]
+    held: int
+    """Events leased and not settled."""
+
+
+class TenantInfo(msgspec.Struct, frozen=True):
+    """One tenant."""
+
+    tenant: str
+    limits: TenantLimits
+    stored_bytes: int
+    ingress_events: int
+    """Taken in and not yet durable."""
+    refusals: dict[str, int]
+    """By kind and limit, since the broker started."""
 
 
 def known_topic(state: State, topic: str) -> TopicSpec:

@@ -61,9 +61,10 @@ def _words(info: Any, unit: str) -> str:
         case inspect.BoolType():
             return "true or false"
         case inspect.StrType(min_length=low, max_length=high):
-            return f"text of {low} to {high} characters"
+            return "text" if high is None else f"text of {low or 0} to {high} characters"
         case inspect.VarTupleType(item_type=item, min_length=low, max_length=high):
-            return f"{low} to {high} values, each {_words(item, unit)}"
+            many = "any number of" if high is None else f"{low or 0} to {high}"
+            return f"{many} values, each {_words(item, unit)}"
         case inspect.IntType() | inspect.FloatType():
             least = f"more than {info.gt:g}" if info.gt is not None else show(info.ge, unit)
             return f"{least} to {show(info.le, unit)}"

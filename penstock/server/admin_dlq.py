@@ -9,7 +9,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from penstock.core.state import DeadLetter
 from penstock.engines import request as ask
-from penstock.engines.deadletters import DeadLetterDetail
+from penstock.engines.deadletters import MAX_IDS, DeadLetterDetail
 from penstock.engines.deadletters import Outcome as EngineOutcome
 from penstock.model.errors import InvalidInput
 from penstock.server.admin_endpoint import (
@@ -27,7 +27,6 @@ from penstock.server.admin_endpoint import (
 )
 from penstock.server.admin_payload import Base64, payload_fields, text_or_base64
 
-MAX_IDS = 1_000  # in one request: each is a commit of its own, so this takes a second or two
 MULTI_STATUS = 207
 PATH = "/api/admin/dlq"
 
@@ -138,11 +137,12 @@ async def list_letters(call: Call) -> Page[DeadLetter]:
             wanted.consumer,
             wanted.topic,
             wanted.tenant,
-            wanted.offset + wanted.limit + 1,
+            wanted.limit + 1,
             wanted.everything,
+            wanted.offset,
         )
     )
-    return page(found, wanted.limit, wanted.offset)
+    return page(found, wanted.limit, 0)
 
 
 async def inspect_letter(call: Call) -> LetterView:
@@ -165,7 +165,7 @@ async def replay_letters(call: Call) -> Any:
     ids = list(dict.fromkeys(body.ids))
     outcome = await call.ask(
         ask.ReplayDead(
-            ids, body.target_consumer, body.target_topic, call.actor(body.actor), body.reason,
+            ids, body.target_consumer, body.target_topic, body.actor or "", body.reason,
             body.confirm,
         )
     )  # fmt: skip
@@ -176,7 +176,7 @@ async def purge_letters(call: Call) -> Any:
     """Each out of the view, or a failure that says why not."""
     body: Purge = call.body
     ids = list(dict.fromkeys(body.ids))
-    request = ask.PurgeDead(ids, call.actor(body.actor), body.reason, body.confirm)
+    request = ask.PurgeDead(ids, body.actor or "", body.reason, body.confirm)
     return _report(ids, await call.ask(request), "purged")
 
 
@@ -187,9 +187,7 @@ async def quarantine(call: Call) -> Quarantined:
         raise InvalidInput("give payload or payload_base64, not both", field="payload")
     payload = body.payload_base64 if body.payload is None else body.payload.encode()
     letter = await call.ask(
-        ask.Quarantine(
-            body.id, body.consumer, body.topic, call.actor(body.actor), body.reason, payload
-        )
+        ask.Quarantine(body.id, body.consumer, body.topic, body.actor or "", body.reason, payload)
     )
     return Quarantined(1, 1, 0, letter.id)
 

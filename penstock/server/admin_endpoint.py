@@ -6,7 +6,7 @@ The HTTP server serves them (penstock.server.http) and the OpenAPI document desc
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated, Any, Generic, TypeVar
@@ -19,14 +19,13 @@ from penstock.engines.embedded import EmbeddedEngine
 from penstock.engines.engine import Request
 from penstock.model.errors import ConfirmationNeeded
 from penstock.model.event import Identity
+from penstock.model.page import MAX_PAGE, MAX_SKIP
 from penstock.model.settings import Settings
 from penstock.server.admin_gate import RIGHTS, Answer, Gate
 from penstock.server.auth import Doorkeeper
 
 T = TypeVar("T")
 
-MAX_PAGE = 10_000  # rows of one answer: about 3 MB of JSON, made in well under 100 ms
-MAX_SKIP = 1_000_000  # rows before a page; who wants more should filter
 MAX_NAME_CHARACTERS = 4_096  # of one name or text in a request: beyond any name the bus allows
 
 Text = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
@@ -49,10 +48,6 @@ class Surface:
     doorkeeper: Doorkeeper
     ready: Callable[[], bool]
     """Whether clients may come: false until started, and while draining."""
-    sessions: Callable[[], Sequence[msgspec.Struct]]
-    """The sessions of clients; each row has a `tenant`."""
-    tenants: Callable[[], Sequence[msgspec.Struct]]
-    """Limits in force and their use; each row has a `tenant`."""
     ask: Answer | None = None
     """The broker's own way to ask the engine, where there is one."""
 
@@ -71,10 +66,6 @@ class Call:
     async def ask(self, request: Request) -> Any:
         """The engine's answer, within the rights of the caller."""
         return await self.gate.ask(self.identity, request)
-
-    def actor(self, stated: str | None) -> str:
-        """Who the audit trail shall name."""
-        return stated or self.identity.subject
 
     def moment_us(self, text: str | None) -> int | None:
         """A time as the command line takes it: ISO 8601, epoch seconds, or how long ago (2h)."""

@@ -41,7 +41,7 @@ RIGHTS: dict[type[Request], str] = {
         (
             administer.ListTopics, administer.DescribeTopic, administer.FindOffset, administer.AdmitReplay, administer.ListGroups,
             administer.DescribeGroup, administer.ListDead, administer.InspectDead, administer.QueryAudit, administer.ListRoutes,
-            administer.ResolveRoute, administer.ListSchedules,
+            administer.ResolveRoute, administer.ListSchedules, administer.ListSessions, administer.ListTenants,
         ),
         READER,
     ),
@@ -98,6 +98,8 @@ class Gate:
             administer.PutSchedule: self._put_schedule,
             administer.RemoveSchedule: self._remove_schedule,
             administer.AdmitReplay: self._admit_replay,
+            administer.ListSessions: self._list_own,
+            administer.ListTenants: self._list_own,
             **dict.fromkeys(
                 (administer.CreateTopic, administer.ConfigureTopic, administer.DeleteTopic),
                 self._change_topic,
@@ -106,6 +108,7 @@ class Gate:
 
     async def ask(self, identity: Identity, request: Request) -> Any:
         """The engine's answer, as far as this identity may have it; AccessDenied otherwise."""
+        request = _signed(identity, request)
         if ADMIN in identity.roles:
             return await self._ask(request)
         if _is_own_errand(request):
@@ -121,6 +124,10 @@ class Gate:
                 actor=actor,
             )
         return await self._scoped[type(request)](Tenancy(self._engine, identity.tenant), request)
+
+    async def _list_own(self, own: Tenancy, request: Request) -> list[Any]:
+        """Rows that say themselves whose they are."""
+        return [row for row in await self._ask(request) if row.tenant == own.tenant]
 
     # -- topics ----------------------------------------------------------------------------------
 
@@ -255,6 +262,13 @@ class Gate:
                 f"no recurring schedule {request.id!r}; nothing was changed", id=request.id
             )
         return await self._ask(request)
+
+
+def _signed(identity: Identity, request: Request) -> Request:
+    """The request with the caller as its actor, where it names none."""
+    if getattr(request, "actor", None) == "":
+        return msgspec.structs.replace(request, actor=identity.subject)
+    return request
 
 
 def _is_own_errand(request: Request) -> bool:

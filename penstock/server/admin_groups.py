@@ -51,9 +51,7 @@ async def describe(call: Call) -> GroupInfo:
 async def reset(call: Call) -> GroupInfo:
     """It goes on from there."""
     body: Reset = call.body
-    request = ask.ResetGroup(
-        call.path["name"], _place(call, body.to), body.topic, call.actor(body.actor)
-    )
+    request = ask.ResetGroup(call.path["name"], _place(call, body.to), body.topic, body.actor or "")
     group: GroupInfo = await call.ask(request)
     return group
 
@@ -71,7 +69,7 @@ async def delete(call: Call) -> Deleted:
     """Its place is forgotten, the events stay."""
     name, wanted = call.path["name"], call.query
     require_word("DELETE", wanted.confirm, f"makes the group {name} forget its place")
-    await call.ask(ask.DeleteGroup(name, call.actor(wanted.actor)))
+    await call.ask(ask.DeleteGroup(name, wanted.actor or ""))
     return Deleted(name)
 
 

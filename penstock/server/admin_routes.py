@@ -85,14 +85,14 @@ async def put(call: Call) -> Route:
     route = Route(
         body.pattern, body.destination, body.type, body.priority, body.enabled, body.tenant
     )
-    await call.ask(ask.PutRoute(route, call.actor(body.actor)))
+    await call.ask(ask.PutRoute(route, body.actor or ""))
     return route
 
 
 async def remove(call: Call) -> RouteDone:
     """Gone from the catalogue."""
     wanted: PairQuery = call.query
-    await call.ask(ask.RemoveRoute(wanted.pattern, wanted.destination, call.actor(wanted.actor)))
+    await call.ask(ask.RemoveRoute(wanted.pattern, wanted.destination, wanted.actor or ""))
     return RouteDone("removed", wanted.pattern, wanted.destination)
 
 
@@ -108,7 +108,7 @@ async def disable(call: Call) -> RouteDone:
 
 async def _switch(call: Call, *, enabled: bool) -> RouteDone:
     body: Pair = call.body
-    request = ask.SwitchRoute(body.pattern, body.destination, enabled, call.actor(body.actor))
+    request = ask.SwitchRoute(body.pattern, body.destination, enabled, body.actor or "")
     await call.ask(request)
     return RouteDone("enabled" if enabled else "disabled", body.pattern, body.destination)
 

@@ -2,40 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-import msgspec
-
-from penstock.model.event import Identity
-from penstock.model.role import ADMIN, READER
+from penstock.engines import request as ask
+from penstock.engines.views import SessionInfo, TenantInfo
 from penstock.server.admin_endpoint import Call, Endpoint, Page, Paging, page
 
-Row = dict[str, Any]
 
-
-async def list_sessions(call: Call) -> Page[Row]:
+async def list_sessions(call: Call) -> Page[SessionInfo]:
     """Those of the caller's tenant; all for an admin."""
-    rows = _own(call.identity, call.surface.sessions())
-    return page(rows, call.query.limit, call.query.offset)
+    return page(await call.ask(ask.ListSessions()), call.query.limit, call.query.offset)
 
 
-async def list_tenants(call: Call) -> Page[Row]:
+async def list_tenants(call: Call) -> Page[TenantInfo]:
     """The caller's own; all for an admin."""
-    rows = _own(call.identity, call.surface.tenants())
-    return page(rows, call.query.limit, call.query.offset)
-
-
-def _own(identity: Identity, rows: Sequence[msgspec.Struct]) -> list[Row]:
-    found: list[Row] = [msgspec.to_builtins(row) for row in rows]
-    if ADMIN in identity.roles:
-        return found
-    return [row for row in found if row.get("tenant") == identity.tenant]
+    return page(await call.ask(ask.ListTenants()), call.query.limit, call.query.offset)
 
 
 ENDPOINTS = (
     Endpoint("GET", "/api/admin/sessions", "List the sessions of clients.", list_sessions,
-             Page[Row], role=READER, query=Paging),
+             Page[SessionInfo], ask.ListSessions, query=Paging),
     Endpoint("GET", "/api/admin/tenants", "List tenants, their limits in force and their use.",
-             list_tenants, Page[Row], role=READER, query=Paging),
+             list_tenants, Page[TenantInfo], ask.ListTenants, query=Paging),
 )  # fmt: skip

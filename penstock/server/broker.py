@@ -13,13 +13,12 @@ import uuid
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
-import msgspec
-
 from penstock.core.entry import SessionGone
 from penstock.engines import request as requests
 from penstock.engines.embedded import CAPABILITIES, EmbeddedEngine
 from penstock.engines.engine import LogFeed, QueueFeed, Request
 from penstock.engines.engine import Subscribe as Wanted
+from penstock.engines.views import SessionInfo
 from penstock.model.batch import EventBatch
 from penstock.model.errors import (
     BusClosed,
@@ -36,6 +35,7 @@ from penstock.server.inbound import check_hello, check_request
 from penstock.server.metrics_counters import Counters
 from penstock.server.outlet import QueueOutlet
 from penstock.server.session import Session
+from penstock.server.tenants import tenants_view
 from penstock.wire.fault import to_fault
 from penstock.wire.frame import Frame, Kind
 from penstock.wire.message import TRANSACTION_KEYS, Hello, Refused, Welcome, decode, encode
@@ -55,24 +55,6 @@ class Doorkeeper(Protocol):
     def identify(self, token: str, tenant: str, subject: str, *, loopback: bool) -> Identity:
         """The identity behind a token; raises NotAuthenticated or AccessDenied."""
         ...
-
-
-class SessionInfo(msgspec.Struct, frozen=True):
-    """A session as operators see it."""
-
-    id: str
-    client: str
-    tenant: str
-    subject: str
-    agent: str
-    peer: str
-    connected: bool
-    resumable: bool
-    silent_s: float
-    subscriptions: list[str]
-    groups: list[str]
-    held: int
-    """Events leased and not settled."""
 
 
 class Connection:
@@ -329,6 +311,10 @@ class Broker:
 
     async def ask(self, request: Request) -> Any:
         """Administer; whoever holds events of a group that is reset hears it before the answer."""
+        if isinstance(request, requests.ListSessions):
+            return self.sessions_view()
+        if isinstance(request, requests.ListTenants):
+            return tenants_view(self.engine.admission)
         check_request(request)
         answer = await self.engine.ask(request)
         if isinstance(request, requests.ResetGroup):

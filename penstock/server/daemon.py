@@ -22,7 +22,6 @@ from penstock.server.ports import parse_address
 from penstock.server.pressure import Gauge, pressure_routes
 from penstock.server.reload import broker_settings
 from penstock.server.tcp import TcpServer
-from penstock.server.tenants import tenants_view
 from penstock.server.zeromq import ZmqServer
 
 log = logging.getLogger("penstock.server")
@@ -80,8 +79,6 @@ class Daemon:
         surface = Surface(
             self.engine, self.settings, self.doorkeeper,
             ready=lambda: self.ready and not self.broker.draining,
-            sessions=self.broker.sessions_view,
-            tenants=lambda: tenants_view(self.engine.admission),
             ask=self.broker.ask,
         )  # fmt: skip
         app = build_app(surface, [*metrics_routes(metrics.collect), *pressure_routes(gauge.read)])

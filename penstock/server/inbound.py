@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
 from penstock.core.entry import GroupSpec
 from penstock.engines.embedded import EmbeddedEngine
 from penstock.engines.engine import Draft, Request
-from penstock.engines.request import PutSchedule
+from penstock.engines.request import ExportAudit, PutSchedule
 from penstock.model.batch import EventBatch, check_columns
 from penstock.model.errors import AccessDenied, InvalidBatch, InvalidHeaders, InvalidInput
 from penstock.model.event import Identity
@@ -95,6 +96,12 @@ def check_request(request: Request) -> None:
     """Raise InvalidInput when an administrative request would harm the broker later on."""
     if isinstance(request, PutSchedule):
         _check_codec(request.codec)
+    if isinstance(request, ExportAudit) and not Path(request.folder).is_absolute():
+        raise InvalidInput(
+            f"{request.folder!r} would be a folder below the broker's own directory; nothing was "
+            "written. A broker exports to its own disk: give an absolute path there",
+            folder=request.folder,
+        )
 
 
 def _check_codec(codec: str) -> None:

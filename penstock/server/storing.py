@@ -138,7 +138,9 @@ class Storing:
         if again:
             self._tally.duplicates(draft.tenant, draft.topic, again)
         size = draft.batch.size_bytes if draft.batch is not None else sum(map(len, draft.payloads))
-        self._tally.published(draft.tenant, draft.topic, draft.count - again, size, seconds)
+        new = draft.count - again
+        # Which of them were duplicates is not known here: an equal share of the bytes stands for each.
+        self._tally.published(draft.tenant, draft.topic, new, size * new // draft.count, seconds)
 
     def _before(self, sequence: int) -> dict[int, list[tuple[int, int, int]]]:
         """Where the drafts of an earlier publish went: partition, offset and count, by draft."""

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from penstock.core.admission import Admission
-from penstock.core.quota import TenantLimits
-
-
-class TenantInfo(msgspec.Struct, frozen=True):
-    """One tenant."""
-
-    tenant: str
-    limits: TenantLimits
-    stored_bytes: int
-    ingress_events: int
-    """Taken in and not yet durable."""
-    refusals: dict[str, int]
-    """By kind and limit, since the broker started."""
+from penstock.engines.views import TenantInfo
 
 
 def tenants_view(admission: Admission) -> list[TenantInfo]:
     """Every tenant that has limits of its own, stored something, or was refused something.
 
-    >>> from penstock.core.quota import AdmissionLimits
+    >>> from penstock.core.quota import AdmissionLimits, TenantLimits
     >>> limits = AdmissionLimits(tenants={"acme": TenantLimits(max_ingress=10)})
     >>> [(each.tenant, each.limits.max_ingress) for each in tenants_view(Admission(limits))]
     [('acme', 10)]

@@ -85,7 +85,7 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     ("DescribeGroup", {"group": "idle"}),
     ("ResetGroup", {"group": "idle", "to": "offset:1", "topic": TOPIC, "actor": "me"}),
     ("DeleteGroup", {"group": "idle", "actor": "me"}),
-    ("ListDead", {"consumer": "billing", "topic": TOPIC, "limit": 5}),
+    ("ListDead", {"consumer": "billing", "topic": TOPIC, "limit": 5, "offset": 1}),
     ("InspectDead", {"id": "x"}),
     ("ReplayDead", {"ids": ["x"], "target_consumer": "billing", "target_topic": TOPIC, "confirm": "REPLAY", **ACTOR}),
     ("Quarantine", {"id": "orders.created/0/0", "consumer": "billing", "topic": TOPIC, **ACTOR}),
@@ -102,6 +102,8 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     ("PutSchedule", {**RECURRING, "every_us": 3_000_000}),
     ("PutSchedule", {**RECURRING, "cron": "* * * * *"}),
     ("RemoveSchedule", {"id": "s"}),
+    ("ListSessions", {}),
+    ("ListTenants", {}),
     ("Pressure", {}),
 ]  # fmt: skip
 

@@ -36,6 +36,7 @@ from penstock.core.retry import Retry
 from penstock.model.loader import load
 from penstock.server import storing
 from penstock.server.auth import Doorkeeper
+from penstock.server.curve import make_keys
 from penstock.server.daemon import Daemon
 from penstock.server.storing import MAX_REST_S
 from penstock.server.tcp_link import TcpLink
@@ -49,8 +50,6 @@ MIB = 1 << 20
 DEADLINE_S = 20.0
 PATIENT = penstock.Retry(ladder_ms=(0,), max_attempts=50)
 CORPUS = Path(__file__).resolve().parent.parent / "fuzz" / "corpus" / "connection"
-# Two of these at once are a defect of their own: see test_operators_who_change_routes_at_once.
-NOT_AT_ONCE = "Route"
 SESSION_S = 3.0
 SECRET = "a secret of this test, as long as it has to be"
 # Twice is what a bench asks for on a quiet machine; here others may be at work beside us.
@@ -241,7 +240,7 @@ def fault_of(frame: Frame) -> str:
 
 
 def inputs() -> list[bytes]:
-    return [path.read_bytes() for path in sorted(CORPUS.iterdir()) if NOT_AT_ONCE not in path.name]
+    return [path.read_bytes() for path in sorted(CORPUS.iterdir())]
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:
@@ -568,6 +567,22 @@ async def test_a_tenant_stays_within_its_own(guarded: Site) -> None:
             b"theirs"
         ]
         assert [letter.id for letter in await other.dead_letters.list()] == [dead.id]
+
+
+async def test_curve_keys_that_do_not_match(tmp_path: Path) -> None:
+    """T1: the client hears which setting to look at; with the right key it comes in."""
+    public, secret = make_keys()
+    site = Site(tmp_path, server__curve_secret_key=secret)
+    for key in (make_keys()[0], ""):
+        with pytest.raises(errors.BrokerUnreachable, match=r"client\.curve_server_key"):
+            async with penstock.connect(
+                site.url("zmq"), client__curve_server_key=key, client__deadline_s=5
+            ):
+                pass
+    async with penstock.connect(site.url("zmq"), client__curve_server_key=public) as bus:
+        await bus.publish("faults.curve", b"x")
+    assert site.stop() == 0
+    assert not site.complaints()
 
 
 # -- operators ---------------------------------------------------------------------------------------

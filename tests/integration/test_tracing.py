@@ -27,6 +27,7 @@ from penstock.bus import tracing
 from penstock.engines.engine import Draft, Transaction
 from penstock.model.batch import EventBatch
 from penstock.model.settings import Limits
+from penstock.testing.broker_process import BrokerProcess
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
@@ -536,3 +537,35 @@ def test_a_missing_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(penstock.MissingExtra, match=r"pip install 'penstock\[tracing\]'"):
         tracing.configure("http://127.0.0.1:4318", "shop")
+
+
+# -- through a broker ------------------------------------------------------------------------------
+
+
+async def test_one_trace_through_a_broker(tmp_path: Path, collector: Collector) -> None:
+    """Row X11: the broker's spans come from its own process, and are of the producer's trace."""
+    flags = {"telemetry__otlp_endpoint": collector.endpoint}
+    with BrokerProcess(tmp_path / "data").start(**flags) as broker:
+        tracing.configure(collector.endpoint, "shop")
+        handled = asyncio.Event()
+        async with penstock.connect(broker.url()) as bus:
+
+            @bus.handler("orders.*", group="billing", start="earliest")
+            async def bill(event: penstock.Event) -> None:
+                handled.set()
+
+            await bus.publish("orders.created", {"id": 7})
+            async with asyncio.timeout(30):
+                await handled.wait()
+        await asyncio.to_thread(tracing.shutdown)
+        assert broker.stop() == 0, "it sends what is left before it ends"
+    found = {(service, span.name): span for service, span in collector.spans}
+    assert set(found) == {
+        ("shop", "publish orders.created"),
+        ("penstock", "receive orders.created"),
+        ("penstock", "deliver orders.created"),
+        ("shop", "handle orders.created"),
+    }
+    sent = found.pop(("shop", "publish orders.created"))
+    for span in found.values():
+        assert (span.trace_id, span.parent_span_id) == (sent.trace_id, sent.span_id)

@@ -1,0 +1,44 @@
+"""`penstock tenant`: what each tenant of a broker may use, and uses (row T11)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from penstock.cli import output
+from penstock.cli.invocation import Invocation, Noun
+from penstock.cli.paging import page_options
+from penstock.cli.visit import look, require_broker
+
+if TYPE_CHECKING:
+    import penstock
+
+COLUMNS = ["tenant", "stored_bytes", "ingress_events", "limits", "refusals"]
+
+
+@click.group("tenant", cls=Noun)
+def command() -> None:
+    """Look at the tenants of a broker."""
+
+
+@command.command("list")
+@page_options(limit=1_000)
+@click.pass_obj
+def list_(invocation: Invocation, limit: int, offset: int) -> None:
+    """List tenants, their limits in force and their use: your own, all for an admin."""
+    require_broker(invocation.url, "tenants")
+
+    async def work(bus: penstock.Bus) -> list[Any]:
+        from penstock.engines.request import ListTenants
+
+        return list(await bus.ask(ListTenants()))
+
+    rows = [output.plain(row) for row in look(invocation, work)[offset : offset + limit]]
+    if not invocation.json:  # only what is set and what happened
+        rows = [row | {name: _short(row[name]) for name in ("limits", "refusals")} for row in rows]
+    output.show_rows(invocation, rows, COLUMNS)
+
+
+def _short(table: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in table.items() if value is not None)

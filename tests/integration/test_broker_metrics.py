@@ -1,0 +1,75 @@
+"""What `/metrics` of a real broker says after a known amount of work (row X10)."""
+
+from __future__ import annotations
+
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+import penstock
+from penstock.testing.broker_process import BrokerProcess
+
+TOPIC = "orders.created.v1.acme"
+PAIR = f'{{tenant="acme",topic="{TOPIC}"}}'
+
+
+def scrape(broker: BrokerProcess) -> dict[str, float]:
+    """Every sample by its name and labels."""
+    address = f"http://127.0.0.1:{broker.ports['http']}/metrics"
+    with urllib.request.urlopen(address) as answer:
+        lines = answer.read().decode().splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, value in pairs}
+
+
+async def work(broker: BrokerProcess) -> None:
+    """Six events, one of them twice; four acks, a nack, its ack, a reject; one replay of all."""
+    async with penstock.connect(broker.url()) as bus, bus.subscribe(TOPIC, group="g") as events:
+        for number in [0, 1, 2, 3, 4, 5, 5]:
+            await bus.publish(TOPIC, b"12345678", idempotency_key=f"order-{number}")
+        for number in range(6):
+            event = await events.get(timeout_s=30)
+            assert event is not None
+            if number == 4:
+                await event.nack(delay_s=0)
+            elif number == 5:
+                await event.reject("bad")
+            else:
+                await event.ack()
+        event = await events.get(timeout_s=30)
+        assert event is not None
+        assert event.attempt == 2
+        await event.ack()
+        await bus.flush()
+        assert len([event async for event in bus.replay(TOPIC)]) == 6
+
+
+async def test_figures_after_known_work(tmp_path: Path) -> None:
+    """Row X10: each metric means what the catalogue says, in a broker of its own process."""
+    with BrokerProcess(tmp_path / "data").start() as broker:
+        assert scrape(broker)["penstock_connections"] == 0
+        await work(broker)
+        async with penstock.connect(broker.url()) as bus:
+            await bus.publish(TOPIC, b"12345678", idempotency_key="order-0")
+            with pytest.raises(penstock.errors.UnknownTopic):
+                await bus.topics.info("nowhere")
+            found = scrape(broker)
+    expected = {
+        f"penstock_published_events_total{PAIR}": 6,
+        f"penstock_published_bytes_total{PAIR}": 48,
+        f"penstock_duplicate_events_total{PAIR}": 2,
+        f"penstock_delivered_events_total{PAIR}": 7,
+        f"penstock_replayed_events_total{PAIR}": 6,
+        'penstock_settled_events_total{kind="ack"}': 5,
+        'penstock_settled_events_total{kind="nack"}': 1,
+        'penstock_settled_events_total{kind="reject"}': 1,
+        'penstock_failed_deliveries_total{cause="nacked"}': 1,
+        f"penstock_dead_letters_total{PAIR}": 1,
+        "penstock_dead_letters_kept": 1,
+        "penstock_connections": 1,
+        "penstock_connections_opened_total": 2,
+        'penstock_frame_errors_total{code="notfound.topic"}': 1,
+        'penstock_group_lag_events{group="g"}': 0,
+    }
+    assert {name: found.get(name) for name in expected} == expected

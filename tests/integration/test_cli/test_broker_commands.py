@@ -1,0 +1,180 @@
+"""The commands of operators over `penstock://`, against a real broker (rows T8, T9, T10)."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock
+from penstock.model.settings import Auth
+from penstock.server.auth import Doorkeeper
+from penstock.testing.broker_process import BrokerProcess
+
+SECRET = "a secret of this test, as long as it has to be"
+TOPIC = "orders.created.v1.acme"
+WHY = ("--reason", "fixed the bug")
+
+
+def token(*roles: str) -> str:
+    return Doorkeeper(Auth(jwt_secret=SECRET)).issue("acme", "ann", roles, 600)
+
+
+class Desk:
+    """The command with the rights of a token, at one broker."""
+
+    def __init__(self, cli: Any, broker: BrokerProcess, token: str = "") -> None:
+        self.broker = broker
+        self._cli = cli
+        self._env = {"PENSTOCK_URL": broker.url()}
+        if token:
+            self._env |= {"PENSTOCK_CLIENT_TOKEN": token, "PENSTOCK_IDENTITY_TENANT": "acme"}
+
+    def __call__(self, *words: str) -> Any:
+        return self._cli(*words, "--json", env=self._env)
+
+    def ok(self, *words: str) -> Any:
+        result = self(*words)
+        assert result.code == 0, result
+        return result
+
+    def rest(self, path: str, token: str) -> Any:
+        where = f"http://127.0.0.1:{self.broker.ports['http']}{path}"
+        request = urllib.request.Request(where, headers={"Authorization": f"Bearer {token}"})
+        with urllib.request.urlopen(request) as reply:
+            return json.load(reply)
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[BrokerProcess]:
+    with BrokerProcess(tmp_path / "served").start() as running:
+        yield running
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[BrokerProcess]:
+    with BrokerProcess(tmp_path / "served").start(auth__jwt_secret=SECRET) as running:
+        yield running
+
+
+async def kill(bus: penstock.Bus, topic: str, count: int) -> None:
+    """Dead letters of group billing."""
+    async with bus.subscribe(topic, group="billing", start="earliest") as events:
+        for number in range(count):
+            await bus.publish(topic, {"number": number})
+            event = await events.get(timeout_s=20)
+            assert event is not None
+            await event.reject("cannot be billed")
+        await bus.flush()
+
+
+async def test_a_walk_through_the_desks(cli: Any, broker: BrokerProcess) -> None:
+    """T8, T9, Y3: topic, group, dlq and audit over the wire, as on a folder."""
+    desk = Desk(cli, broker)
+    desk.ok("topic", "create", "orders", "--partitions", "2")
+    async with penstock.connect(broker.url()) as bus:
+        await kill(bus, "orders", 3)
+    assert desk.ok("topic", "info", "orders").row["name"] == "orders"
+    assert [row["name"] for row in desk.ok("group", "list").rows] == ["billing"]
+    assert desk.ok("group", "info", "billing").row["lag"] == 0
+
+    newest, second, oldest = [row["id"] for row in desk.ok("dlq", "list").rows]
+    page = desk.ok("dlq", "list", "--limit", "1", "--offset", "1").rows
+    assert [row["id"] for row in page] == [second]
+    assert desk.ok("dlq", "inspect", "--id", oldest).row["value"] == {"number": 0}
+    target = ("--target-consumer", "billing", "--target-topic", "orders", "--confirm", "REPLAY")
+    replay = ("dlq", "replay", "--ids", f"{oldest},{second}", *target, *WHY)
+    refused = desk(*replay)
+    assert refused.code == 2
+    assert "say who does it" in refused.row["error"]["message"]
+    assert desk.ok(*replay, "--actor", "bob").row["done"] == 2
+    assert [row["id"] for row in desk.ok("dlq", "list").rows] == [newest]
+    shown = [row["id"] for row in desk.ok("dlq", "list", "--everything").rows]
+    assert shown == [newest, second, oldest]
+    by = ("--actor", "bob", *WHY)
+    desk.ok("dlq", "purge", "--ids", newest, *by, "--confirm", "PURGE")
+    handmade = ("--id", "x", "--consumer", "billing", "--topic", "orders", "--payload", "p")
+    desk.ok("dlq", "dead-letter", *handmade, *by)
+    many = desk(
+        "dlq", "purge", *by, "--confirm", "PURGE", "--ids", ",".join(map(str, range(1_001)))
+    )
+    assert many.code == 2
+    assert many.row["error"]["data"] == {"ids": 1_001, "limit": 1_000}
+
+    operations = [row["operation"] for row in desk.ok("audit", "query", "--actor", "bob").rows]
+    assert operations == ["dlq.replay", "dlq.replay", "dlq.purge", "dlq.dead-letter"]
+    assert desk.ok("audit", "verify").row["ok"]
+    relative = desk("audit", "export", "copy")
+    assert relative.code == 2
+    assert "absolute path" in relative.row["error"]["message"]
+    copy = cli.folder / "copy"
+    assert desk.ok("audit", "export", str(copy)).row["host"] == "the broker's"
+    assert list(copy.rglob("manifest-*.json"))
+
+    desk.ok("group", "reset", "billing", "--to", "latest")
+    desk.ok("group", "delete", "billing", "--confirm", "DELETE")
+    desk.ok("topic", "delete", "orders", "--confirm", "DELETE")
+    assert desk.ok("topic", "list").rows == []
+
+
+async def test_a_token_says_who_does_it(cli: Any, guarded: BrokerProcess) -> None:
+    """T8, T10: nobody need say it again; somebody else's name is refused, over the wire as over HTTP."""
+    desk = Desk(cli, guarded, token("operator"))
+    own = {"identity__tenant": "acme", "client__token": token("operator")}
+    async with penstock.connect(guarded.url(), **own) as bus:
+        await kill(bus, TOPIC, 2)
+    first, second = [row["id"] for row in desk.ok("dlq", "list").rows]
+    purge = ("dlq", "purge", *WHY, "--confirm", "PURGE", "--ids")
+    denied = desk(*purge, first, "--actor", "eve")
+    assert denied.row["error"]["code"] == "access.denied"
+    desk.ok(*purge, first)
+    desk.ok(*purge, second, "--actor", "ann")
+    desk.ok("group", "reset", "billing", "--to", "latest")
+    desk.ok("topic", "delete", TOPIC, "--confirm", "DELETE")
+    records = desk.ok("audit", "query").rows
+    assert {row["actor"] for row in records} == {"ann"}
+    operations = [row["operation"] for row in records]
+    assert operations == ["dlq.purge", "dlq.purge", "group.reset", "topic.delete"]
+    with_none = Desk(cli, guarded, token("reader"))(*purge, first)
+    assert with_none.row["error"]["code"] == "access.denied"
+
+
+async def test_sessions_and_tenants(cli: Any, guarded: BrokerProcess) -> None:
+    """T4, T11: what the admin API shows, each tenant its own."""
+    desk = Desk(cli, guarded, token("reader"))
+    own = {"identity__tenant": "acme", "client__token": token("operator")}
+    async with (
+        penstock.connect(f"{guarded.url()}?client=till", **own) as bus,
+        bus.subscribe(TOPIC, group="billing") as events,
+    ):
+        await bus.publish(TOPIC, {"id": 7})
+        await events.get(timeout_s=20)
+        theirs = {"identity__tenant": "other", "client__token": other()}
+        async with penstock.connect(f"{guarded.url()}?client=stranger", **theirs) as stranger:
+            await stranger.publish("orders.created.v1.other", b"x")
+            (till, *asking) = desk.ok("session", "list").rows
+            (tenant,) = desk.ok("tenant", "list").rows
+            rest = desk.rest("/api/admin/sessions", token("reader"))["items"]
+            tenants = desk.rest("/api/admin/tenants", token("reader"))["items"]
+    assert (till["client"], till["groups"], till["held"]) == ("till", ["billing"], 1)
+    assert [each["client"] for each in asking if each["client"] == "stranger"] == []
+    assert rest[0] | {"silent_s": 0} == till | {"silent_s": 0}
+    assert tenants == [tenant]
+    assert tenant["tenant"] == "acme"
+    assert desk.ok("session", "list", "--offset", "1000").rows == []
+
+
+def other() -> str:
+    return Doorkeeper(Auth(jwt_secret=SECRET)).issue("other", "eve", ["operator"], 600)
+
+
+def test_a_folder_has_neither(cli: Any) -> None:
+    """A clear word instead of an empty list."""
+    for noun in ("session", "tenant"):
+        result = cli(noun, "list", "--json")
+        assert (result.code, result.row["error"]["code"]) == (4, "refused.unsupported")
+        assert "only a broker" in result.row["error"]["message"]

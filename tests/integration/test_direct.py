@@ -1,0 +1,147 @@
+"""Direct delivery: a client that registers with subscriptions, over the bare protocol (row T4)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import penstock
+from penstock.engines.dial import broker_engine
+from penstock.model.batch import EventBatch
+from penstock.model.event import Identity
+from penstock.model.loader import load
+from penstock.testing.broker_process import BrokerProcess
+from penstock.wire import message as say
+from penstock.wire.frame import Frame, Kind
+from penstock.wire.message import decode
+
+DIRECT_FEED = 0
+TOPIC = "orders.created"
+DEADLINE_S = 30.0
+# What a client held comes to it again a session's length after the broker was restarted.
+FLAGS: dict[str, Any] = {"admission__max_per_topic_queue": 20, "server__session_s": 3.0}
+
+
+class Till:
+    """A client that only registers, and gets what it registered for."""
+
+    def __init__(self, broker: BrokerProcess, name: str = "till", **hello: Any) -> None:
+        address = f"127.0.0.1:{broker.ports['tcp']}"
+        settings = load(None, {}, {"client.heartbeat_s": 0.5})
+        self.channel = broker_engine("penstock", address, settings, Identity(), name).channel
+        registered = {"subscriptions": ["orders.*"], "max_inflight": 10, **hello}
+        self.channel.hello = msgspec.structs.replace(self.channel.hello, **registered)
+        self.channel.on_push = self._pushed
+        self._got: asyncio.Queue[tuple[say.Deliver, list[bytes]]] = asyncio.Queue()
+        self.channel.held = lambda: []
+
+    def _pushed(self, frame: Frame) -> None:
+        if frame.kind == Kind.DELIVER:
+            batch = EventBatch.decode(frame.parts[0])
+            payloads = [batch.event(at).payload for at in range(batch.count)]
+            self._got.put_nowait((decode(frame.meta, say.Deliver), payloads))
+
+    async def __aenter__(self) -> Till:
+        await self.channel.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.channel.close()
+
+    async def get(self) -> tuple[say.Deliver, list[bytes]]:
+        async with asyncio.timeout(DEADLINE_S):
+            return await self._got.get()
+
+    async def ack(self, deliver: say.Deliver, count: int) -> None:
+        settlement = say.Settlement(deliver.delivery, count, [0, count])
+        self.channel.settle([settlement])
+        await self.channel.flush()
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[BrokerProcess]:
+    with BrokerProcess(tmp_path / "data").start(**FLAGS) as running:
+        yield running
+
+
+async def lag(bus: penstock.Bus) -> int:
+    return int((await bus.groups.info("direct.till")).lag)
+
+
+async def test_a_registered_client_is_served(broker: BrokerProcess) -> None:
+    """T4: feed 0, a group of its own that is known by its name, from the moment it registered."""
+    async with penstock.connect(broker.url()) as bus:
+        await bus.publish(TOPIC, b"before")
+        async with Till(broker) as till:
+            await bus.publish(TOPIC, b"one")
+            await bus.publish("mails.sent", b"not wanted")
+            await bus.publish(TOPIC, b"two")
+            deliver, payloads = await till.get()
+            assert (deliver.feed, deliver.attempt, payloads) == (DIRECT_FEED, 1, [b"one"])
+            await till.ack(deliver, 1)
+            deliver, payloads = await till.get()
+            assert payloads == [b"two"]
+            await till.ack(deliver, 1)
+            assert await lag(bus) == 0
+
+
+async def test_it_goes_on_after_the_broker_was_killed(broker: BrokerProcess) -> None:
+    """T4, T5: what was acked does not come again; what was not, and what came meanwhile, does."""
+    async with Till(broker) as till:
+        async with penstock.connect(broker.url()) as bus:
+            await bus.publish(TOPIC, b"one")
+            deliver, _ = await till.get()
+            await till.ack(deliver, 1)
+            await bus.publish(TOPIC, b"two")
+            await till.get()
+            session = till.channel.welcome
+        broker.kill()
+        broker.start(**FLAGS)
+        async with penstock.connect(broker.url()) as bus:
+            await bus.publish(TOPIC, b"three")
+            found: dict[bytes, int] = {}
+            while found.keys() != {b"two", b"three"}:
+                deliver, payloads = await till.get()
+                found |= dict.fromkeys(payloads, deliver.attempt)
+                await till.ack(deliver, len(payloads))
+            assert found == {b"two": 2, b"three": 1}
+            assert await lag(bus) == 0
+        assert session is not None
+        assert till.channel.welcome is not None
+        assert till.channel.welcome.session == session.session
+
+
+async def test_a_client_that_cannot_ack(broker: BrokerProcess) -> None:
+    """T4: what was sent to it counts as done; it comes once."""
+    async with penstock.connect(broker.url()) as bus:
+        async with Till(broker, supports_ack=False) as till:
+            for number in range(30):  # three times its max_inflight
+                await bus.publish(TOPIC, b"%d" % number)
+                _, payloads = await till.get()
+                assert payloads == [b"%d" % number]
+            await bus.flush()
+            assert await lag(bus) == 0
+        async with Till(broker) as till:
+            await bus.publish(TOPIC, b"last")
+            _, payloads = await till.get()
+            assert payloads == [b"last"]
+
+
+async def test_a_client_too_far_behind_stops_its_publishers(broker: BrokerProcess) -> None:
+    """T4, T11: its queue of one topic is bounded; an ack makes room."""
+    async with Till(broker, max_inflight=5) as till, penstock.connect(broker.url()) as bus:
+        with pytest.raises(penstock.errors.Rejected) as refused:
+            for number in range(100):
+                await bus.publish(TOPIC, b"%d" % number)
+        assert refused.value.data["limit"] == "max_per_topic_queue"
+        taken = number
+        assert 20 <= taken <= 25, "20 wait, and up to 5 are in its hands"
+        while await lag(bus):
+            deliver, payloads = await till.get()
+            await till.ack(deliver, len(payloads))
+        await bus.publish(TOPIC, b"again")
