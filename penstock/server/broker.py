@@ -296,13 +296,6 @@ class Broker:
         """Count a request that was answered with an error."""
         self.tally.frame_error(error.code)
 
-    def max_inflight(self, tenant: str) -> int:
-        """Most events one consumer of a tenant may hold."""
-        limits = self.engine.admission.limits
-        own = limits.tenants.get(tenant, limits.default).max_inflight
-        general = limits.max_inflight_per_consumer
-        return min(each for each in (own, general, 1_000_000) if each is not None)
-
     async def join(self, wanted: Wanted) -> QueueFeed | LogFeed:
         """Join a group; who comes again under its name takes the place of its former self.
 

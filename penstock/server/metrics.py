@@ -124,7 +124,7 @@ class Metrics:
         yield "penstock_connections", (), counters.connections
         yield "penstock_connections_opened_total", (), counters.connections_opened
         worst: dict[tuple[str, str], float] = {}
-        for quota in quotas(engine.admission, engine.runtime.now()):
+        for quota in quotas(engine):
             key = counters.labels.tenant(quota.tenant), quota.quota
             worst[key] = max(worst.get(key, 0.0), quota.ratio)
         for key, ratio in worst.items():

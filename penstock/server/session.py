@@ -287,10 +287,7 @@ class Session:
         taken = {*self.feeds, *self._opening}
         if wish.feed in taken or wish.feed == DIRECT_FEED or len(taken) >= MAX_FEEDS:
             raise InvalidInput(f"feed {wish.feed} is open already, or {MAX_FEEDS} are")
-        limit = self._broker.max_inflight(self.identity.tenant)
-        wanted = Wanted(
-            wish.group, wish.spec, wish.member, min(wish.max_inflight, limit), self.identity
-        )
+        wanted = Wanted(wish.group, wish.spec, wish.member, wish.max_inflight, self.identity)
         self.may_read(wish.spec.patterns)
         self._ended.pop(wish.feed, None)
         opening = self._opening[wish.feed] = asyncio.get_running_loop().create_future()
@@ -316,10 +313,7 @@ class Session:
         if not self.hello.subscriptions or DIRECT_FEED in self.feeds:
             return
         self.may_read(self.hello.subscriptions)
-        limit = self._broker.max_inflight(self.identity.tenant)
-        wanted = direct_wish(
-            self.hello, self.identity, self._broker.engine.settings.delivery, limit
-        )
+        wanted = direct_wish(self.hello, self.identity, self._broker.engine.settings.delivery)
         inbox = await self._broker.join(wanted)
         assert isinstance(inbox, Inbox)
         self.feeds[DIRECT_FEED] = QueueOutlet(self, DIRECT_FEED, wanted, inbox)

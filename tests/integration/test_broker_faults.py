@@ -39,7 +39,7 @@ from penstock.server.auth import Doorkeeper
 from penstock.server.daemon import Daemon
 from penstock.server.storing import MAX_REST_S
 from penstock.server.tcp_link import TcpLink
-from penstock.testing.broker_process import BrokerProcess
+from penstock.testing.broker_process import BrokerProcess, broker_inside
 from penstock.wire import message as say
 from penstock.wire.frame import ENVELOPE, MAGIC, Frame, Kind
 from penstock.wire.negotiation import offer
@@ -122,12 +122,6 @@ def site(shared: Site) -> Iterator[Site]:
     assert shared.broker.pid == pid
     os.kill(pid, 0)
     assert not shared.complaints()
-
-
-def inside(folder: Path, flags: dict[str, Any]) -> Daemon:
-    """A broker in this process, over TCP alone: one that a test can look into."""
-    off = {f"server.{name}": "" for name in ("zmq", "pub", "http")}
-    return Daemon(folder / "data", load(None, {}, {**off, "server.tcp": "127.0.0.1:0", **flags}))
 
 
 @pytest_asyncio.fixture
@@ -781,7 +775,7 @@ METERED, RATE_PER_S = "orders.created.v1.acme", 100
 @pytest_asyncio.fixture
 async def metered(tmp_path: Path) -> AsyncIterator[Daemon]:
     """A broker that lets a tenant publish so much, and whose clock moves only when it is told to."""
-    daemon = inside(tmp_path, {"admission.tenants.acme.events_per_s": RATE_PER_S})
+    daemon = broker_inside(tmp_path, {"admission.tenants.acme.events_per_s": RATE_PER_S})
     await daemon.start()
     now_s = daemon.engine.runtime.now()
     daemon.engine.runtime.now = lambda: now_s
@@ -941,7 +935,7 @@ async def test_a_disk_that_is_full_under_load(small_disk: Path) -> None:
 @pytest.mark.timeout(30)
 async def test_a_feed_of_a_client_that_left_waits_without_spinning(tmp_path: Path) -> None:
     """T4: a client may leave while events are on their way to it; the broker goes on."""
-    daemon = inside(tmp_path, {})
+    daemon = broker_inside(tmp_path, {})
     await daemon.start()
     try:
         url = f"penstock://127.0.0.1:{daemon.ports['tcp']}"
@@ -960,7 +954,7 @@ async def test_a_feed_of_a_client_that_left_waits_without_spinning(tmp_path: Pat
 async def test_a_clock_that_jumps_back_an_hour(tmp_path: Path) -> None:
     """T6: append times never run back; leases, retries, heartbeats and sessions do not notice."""
     ahead_us = 0
-    daemon = inside(tmp_path, {"server.heartbeat_s": 0.2, "server.session_s": 1.0})
+    daemon = broker_inside(tmp_path, {"server.heartbeat_s": 0.2, "server.session_s": 1.0})
     daemon.engine.runtime.wall_us = lambda: time.time_ns() // 1_000 + ahead_us  # type: ignore[method-assign]
     await daemon.start()
     try:
