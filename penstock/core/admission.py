@@ -26,9 +26,6 @@ from penstock.model.errors import (
     Throttled,
 )
 
-MAX_COUNTED_TENANTS = 1_000
-"""Tenants with counters of their own; later ones share "other", so metrics stay small."""
-
 SWEEP_TENANTS = 10_000
 """Tenants remembered before the idle ones are forgotten; each takes about 1 KB."""
 
@@ -162,13 +159,10 @@ class Admission:
     def __init__(self, limits: AdmissionLimits) -> None:
         check_limits(limits)
         self.limits = limits
-        self.counters: dict[tuple[str, str, str], int] = {}
-        """(kind, limit, tenant) to the number of refusals."""
         self.on_reload: Callable[[AdmissionLimits], None] | None = None
         """Called with new limits, for those that are kept elsewhere: `max_inflight`."""
         self._tenants: dict[str, _Tenant] = {}
         self._sweep_at = SWEEP_TENANTS
-        self._counted: set[str] = set()
         self._ingress = 0
         self._active = 0
 
@@ -208,7 +202,7 @@ class Admission:
         if refusal is None and state.metered:
             refusal = _metered(state, events, size_bytes, now_s)
         if refusal is not None:
-            return self._refuse(tenant, topic, *refusal)
+            return _refused(tenant, topic, *refusal)
         if not state.ingress and events:
             self._active += 1
         state.ingress += events
@@ -222,7 +216,7 @@ class Admission:
         if state is None or not state.metered:
             return ADMITTED
         refusal = _metered(state, events, 0, now_s, take=False)
-        return ADMITTED if refusal is None else self._refuse(tenant, topic, *refusal)
+        return ADMITTED if refusal is None else _refused(tenant, topic, *refusal)
 
     def admit_replay(self, tenant: str, now_s: float) -> Decision:
         """Let a replay start, or say why not."""
@@ -232,9 +226,9 @@ class Admission:
             return ADMITTED
         wait_s = bucket.wait_s(1, now_s)
         if wait_s is None:
-            return self._refuse(tenant, "", "dropped", "replays_per_minute", 0.0)
+            return _refused(tenant, "", "dropped", "replays_per_minute", 0.0)
         if wait_s > 0:
-            return self._refuse(tenant, "", "throttled", "replays_per_minute", wait_s)
+            return _refused(tenant, "", "throttled", "replays_per_minute", wait_s)
         bucket.take(1)
         return ADMITTED
 
@@ -286,18 +280,6 @@ class Admission:
                 return "deferred", name, QUEUE_RETRY_S
         return None
 
-    def _refuse(
-        self, tenant: str, topic: str, kind: Kind, limit: str, retry_after_s: float
-    ) -> Decision:
-        counted = self._counted
-        if tenant not in counted and len(counted) < MAX_COUNTED_TENANTS:
-            counted.add(tenant)
-        key = (kind, limit, tenant if tenant in counted else "other")
-        self.counters[key] = self.counters.get(key, 0) + 1
-        return Decision(
-            kind=kind, limit=limit, tenant=tenant, topic=topic, retry_after_s=retry_after_s
-        )
-
     def _tenant(self, name: str) -> _Tenant:
         state = self._tenants.get(name)
         if state is None:
@@ -313,6 +295,10 @@ class Admission:
             # Doubling keeps the cost of sweeping small when most tenants really are busy.
             self._sweep_at = max(SWEEP_TENANTS, 2 * len(self._tenants))
         return self._tenant(name)
+
+
+def _refused(tenant: str, topic: str, kind: Kind, limit: str, retry_after_s: float) -> Decision:
+    return Decision(kind=kind, limit=limit, tenant=tenant, topic=topic, retry_after_s=retry_after_s)
 
 
 def _metered(

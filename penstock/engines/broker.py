@@ -224,6 +224,10 @@ class BrokerEngine:
             ended = self._feeds.get(stopped.feed)
             if ended is not None and stopped.fault is not None:
                 ended.stop(to_error(stopped.fault))
+        elif frame.kind == Kind.DRAIN:
+            for feed in self._feeds.values():
+                if isinstance(feed, RemoteQueue):
+                    feed.paused = True
 
     def _held(self) -> list[int]:
         """Deliveries that need not be sent again: in hand, or settled and on the way to the broker."""
@@ -250,6 +254,8 @@ class BrokerEngine:
             self._doubtful.update(settled_events(settlement))
         for feed in self._feeds.values():
             if feed.number in self._asked:
+                if isinstance(feed, RemoteQueue):
+                    feed.resume()
                 continue
             self._asked.add(feed.number)
             held = list(feed.held.values()) if isinstance(feed, RemoteQueue) else []
@@ -274,6 +280,7 @@ class BrokerEngine:
                 indices = joined.adopted.get(delivery.number, [])
                 self._doubtful.difference_update((delivery.number, index) for index in indices)
                 self._doubtful.update(feed.taken_up(delivery, indices))
+            feed.resume()
         self._report()
 
     # -- reading and administration ------------------------------------------------------------

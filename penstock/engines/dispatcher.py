@@ -36,6 +36,8 @@ class Dispatcher:
         self.failures = [0] * len(STATES)
         """Of all groups, those that are gone included."""
         self.windows = Windows(limits, self.touched)
+        self.paused = False
+        """Nothing more is leased: the process is about to end."""
         self._log = log
         self._runtime = runtime
         self._hurry = hurry
@@ -147,7 +149,7 @@ class Dispatcher:
         """Give out what members have credit for."""
         if self.groups.get(group.name) is not group:
             return
-        leases = group.dispatch(self._runtime.now())
+        leases = [] if self.paused else group.dispatch(self._runtime.now())
         if group.doomed:
             self._bury(group)
         if leases:

@@ -27,10 +27,12 @@ from penstock.model.errors import (
     Fenced,
     PenstockError,
     ProtocolViolation,
+    Rejected,
 )
 from penstock.model.event import Identity
 from penstock.model.settings import Settings
 from penstock.server.admin_gate import Gate
+from penstock.server.ending import finished
 from penstock.server.fastpath import FastPath
 from penstock.server.inbound import check_hello, check_request
 from penstock.server.metrics_counters import Counters
@@ -323,7 +325,12 @@ class Broker:
     async def ask(self, request: Request) -> Any:
         """Administer; whoever holds events of a group that is reset hears it before the answer."""
         check_request(request)
-        answer = await self.engine.ask(request)
+        try:
+            answer = await self.engine.ask(request)
+        except Rejected as error:
+            kind, data = error.code.rpartition(".")[2], error.data
+            self.tally.refused(kind, str(data.get("limit", "none")), str(data.get("tenant", "")))
+            raise
         if isinstance(request, requests.ResetGroup):
             self._fence(request.group)
         return answer
@@ -364,13 +371,13 @@ class Broker:
     # -- the end -------------------------------------------------------------------------------
 
     async def drain(self, seconds: float) -> None:
-        """Take no new clients, let the others finish what they asked, then end all connections."""
+        """Take no new clients, let the others finish what they are at, then end all connections."""
         self.draining = True
+        self.engine.dispatcher.paused = True
         for session in self.sessions.values():
             session.send(Frame(Kind.DRAIN, 0, b""))
         end = self.now() + seconds
-        for session in self.sessions.values():
-            await session.finished(end - self.now())
+        await finished(self.sessions, end)
         if self._minder is not None:
             self._minder.cancel()
         for session in list(self.sessions.values()):

@@ -81,7 +81,7 @@ class Daemon:
             self.engine, self.settings, self.doorkeeper,
             ready=lambda: self.ready and not self.broker.draining,
             sessions=self.broker.sessions_view,
-            tenants=lambda: tenants_view(self.engine.admission),
+            tenants=lambda: tenants_view(self.engine.admission, self.counters.refusals),
             ask=self.broker.ask,
         )  # fmt: skip
         app = build_app(surface, [*metrics_routes(metrics.collect), *pressure_routes(gauge.read)])

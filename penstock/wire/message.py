@@ -101,7 +101,7 @@ class Publish(Message, frozen=True):
     sequence: int
     drafts: list[DraftMeta]
     withheld: dict[str, int] = {}
-    """Batches that the client did not send since the last one, knowing the answer, by limit."""
+    """Batches that the client did not send since the last one, knowing the answer, by limit and tenant."""
 
 
 class Published(Message, frozen=True):

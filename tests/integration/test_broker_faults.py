@@ -39,6 +39,7 @@ from penstock.server.auth import Doorkeeper
 from penstock.server.daemon import Daemon
 from penstock.server.storing import MAX_REST_S
 from penstock.server.tcp_link import TcpLink
+from penstock.server.tenants import tenants_view
 from penstock.testing.broker_process import BrokerProcess, broker_inside
 from penstock.wire import message as say
 from penstock.wire.frame import ENVELOPE, MAGIC, Frame, Kind
@@ -848,8 +849,13 @@ async def test_a_client_that_was_told_to_wait_does_not_ask_in_vain(
     assert 0 < waits[-1] < waits[0] == pytest.approx(0.8)
     assert {each.data["limit"] for each in refused} == {"events_per_s"}
     await eager.publish_many(METERED, [b"x"] * 10)
-    [(key, count)] = metered.counters.refusals.items()
-    assert (key[:2], count) == (("throttled", "events_per_s"), 5)
+    assert metered.counters.refusals == {("throttled", "events_per_s", "acme"): 5}
+    [acme] = [
+        each
+        for each in tenants_view(metered.engine.admission, metered.counters.refusals)
+        if each.tenant == "acme"
+    ]
+    assert acme.refusals == {"throttled events_per_s": 5}
 
 
 async def test_a_batch_over_the_rate_is_refused_on_the_loop_before_it_is_decoded(
