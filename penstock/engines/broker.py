@@ -53,8 +53,10 @@ class BrokerEngine:
         identity: Identity,
         client: str,
     ) -> None:
+        # Who names no tenant speaks for that of its token, or for the broker's default.
+        tenant = "" if identity.tenant == Identity().tenant else identity.tenant
         hello = say.Hello(
-            client, token=settings.client.token, tenant=identity.tenant, subject=identity.subject,
+            client, token=settings.client.token, tenant=tenant, subject=identity.subject,
             agent=AGENT, heartbeat_s=settings.client.heartbeat_s,
         )  # fmt: skip
         self.channel = Channel(make_link, settings.client, hello)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from penstock.model.errors import Deferred, InvalidSettings
+from penstock.model.errors import Deferred
 from penstock.model.server_settings import FastPath as FastPathSettings
 
 T = TypeVar("T")
@@ -22,10 +22,6 @@ class FastPath:
     """Runs work on large payloads in threads, as the settings allow."""
 
     def __init__(self, settings: FastPathSettings) -> None:
-        if settings.require and not settings.enabled:
-            raise InvalidSettings(
-                "fastpath.require is set and fastpath.enabled is not; enable it, or do not require it"
-            )
         self.taken = 0
         """Payloads that took it."""
         self.fallen_back = 0

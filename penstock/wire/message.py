@@ -37,7 +37,7 @@ class Hello(Message, frozen=True):
     """Keep the session, leases and all, when the connection breaks."""
     supports_ack: bool = True
     max_inflight: int = 0
-    """Most events over all subscriptions; 0 leaves it to each of them."""
+    """Most events of `subscriptions` that are not settled; 0 leaves it to the broker."""
     subscriptions: list[str] = []
     """Patterns for direct delivery to this client."""
     heartbeat_s: float = 5.0

@@ -528,6 +528,15 @@ async def test_tokens_that_do_not_open_the_door(guarded: Site, transport: str, n
     assert time.monotonic() - began < 5.0
 
 
+async def test_a_token_is_enough_to_speak_for_its_tenant(guarded: Site) -> None:
+    """T10: whoever names no tenant speaks for that of its token."""
+    async with penstock.connect(guarded.url(), client__token=token("acme")) as bus:
+        await bus.publish("orders.named.v1.acme", b"mine")
+        assert bus.engine.channel.welcome.tenant == "acme"
+        with pytest.raises(errors.AccessDenied):
+            await bus.publish("orders.named.v1.other", b"not mine")
+
+
 async def test_a_tenant_stays_within_its_own(guarded: Site) -> None:
     """T10, T11: not by publishing, consuming, reading, nor administration over the wire."""
     async with (
@@ -606,7 +615,7 @@ async def test_a_purge_needs_its_word(bus: penstock.Bus) -> None:
     """T8: without it nothing is gone."""
     letter = await dead_letter(bus, "faults.purge")
     for word in ("", "purge", "REPLAY"):
-        with pytest.raises(errors.ConfirmationNeeded):
+        with pytest.raises(errors.ConfirmationNeeded, match="--confirm PURGE"):
             await bus.dead_letters.purge([letter], actor="me", reason="spam", confirm=word)
     assert len(await bus.dead_letters.list(topic="faults.purge")) == 1
     done = await bus.dead_letters.purge([letter], actor="me", reason="spam", confirm="PURGE")
