@@ -33,7 +33,7 @@ async def test_an_event_in_a_handler_is_finished_first(tmp_path: Path, transport
                 assert first is not None
                 stopping = asyncio.create_task(asyncio.to_thread(broker.stop))
                 await draining(bus)
-                assert await events.get(timeout_s=0.05) is None, "it was fetched, not begun"
+                assert await events.get(timeout_s=0.5) is None, "it was fetched, not begun"
                 assert not stopping.done()
                 await first.ack()
                 assert await asyncio.wait_for(stopping, DEADLINE_S) == 0

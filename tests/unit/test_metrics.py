@@ -27,6 +27,8 @@ from penstock.core.lease import OUT, Lane
 from penstock.core.quota import AdmissionLimits, TenantLimits
 from penstock.core.retry import Retry
 from penstock.core.takeup import ledgers
+from penstock.model.server_settings import FastPath as FastPathSettings
+from penstock.server.fastpath import FastPath
 from penstock.server.metrics import Metrics, metrics_routes
 from penstock.server.metrics_catalogue import FAMILIES, reference
 from penstock.server.metrics_counters import (
@@ -62,7 +64,9 @@ class Scraped:
         self.bus = bus
         self.engine: Any = bus.engine
         self.counters = Counters()
-        self.metrics = Metrics(self.engine, self.counters, Gauge(self.engine, self.counters))
+        self.fastpath = FastPath(FastPathSettings())
+        gauge = Gauge(self.engine, self.counters)
+        self.metrics = Metrics(self.engine, self.counters, gauge, self.fastpath)
         self.app = Starlette(routes=metrics_routes(self.metrics.collect))
 
     async def text(self, accept: str = "") -> httpx.Response:
@@ -111,6 +115,7 @@ async def test_what_the_broker_counts_is_exported(scraped: Scraped) -> None:
     count.refused("deferred", "max_global_ingress", "acme")
     count.refused("deferred", "max_global_ingress", "acme")
     count.backpressure("send-buffer")
+    scraped.fastpath.taken, scraped.fastpath.fallen_back = 5, 2
     count.frame_error("connection.protocol")
     count.dead_letter("acme", "orders")
     count.dead_letter_replayed("acme", "orders")
@@ -127,6 +132,7 @@ async def test_what_the_broker_counts_is_exported(scraped: Scraped) -> None:
         "penstock_settled_events_total": {("ack",): 42},
         "penstock_refused_publishes_total": {("deferred", "max_global_ingress", "acme"): 2},
         "penstock_backpressure_total": {("send-buffer",): 1},
+        "penstock_fastpath_total": {("taken",): 5, ("fallen-back",): 2},
         "penstock_frame_errors_total": {("connection.protocol",): 1},
         "penstock_dead_letters_total": {pair: 1},
         "penstock_dead_letters_replayed_total": {pair: 1},
