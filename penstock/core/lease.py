@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.model.errors import AlreadySettled, DeliveryError, Fenced, LeaseExpired
+
+if TYPE_CHECKING:
+    from penstock.core.delivery import QueueGroup
+    from penstock.core.window import Window
 
 OUT = 0  # handed to a member, not settled: row T5's "dispatched"
 ACKED = 1
@@ -79,13 +83,35 @@ class Doomed(NamedTuple):
 class Member:
     """A consumer in a group, with the credit it gave."""
 
-    __slots__ = ("id", "inflight", "leases", "max_inflight")
+    __slots__ = ("id", "inflight", "leases", "max_inflight", "window")
 
     def __init__(self, member_id: str, max_inflight: int) -> None:
         self.id = member_id
         self.max_inflight = max_inflight
         self.inflight = 0
         self.leases: dict[int, Lease] = {}
+        self.window: Window | None = None
+        """What it shares with its tenant's other consumers, where the tenant has such a limit."""
+
+    def ready(self, group: QueueGroup) -> bool:
+        """Whether it has credit left, of its own and of its tenant's."""
+        return self.inflight < self.max_inflight and self.room(group) > 0
+
+    def room(self, group: QueueGroup, most: int = 1) -> int:
+        """How many of `most` events its tenant lets it have now."""
+        return most if self.window is None else min(most, self.window.room(group))
+
+    def took(self, count: int) -> None:
+        """It holds more events."""
+        self.inflight += count
+        if self.window is not None:
+            self.window.held += count
+
+    def gave(self, count: int) -> None:
+        """It holds fewer events."""
+        self.inflight -= count
+        if self.window is not None:
+            self.window.returned(count)
 
 
 class Lease:

@@ -34,7 +34,7 @@ class Respite:
     >>> respite.answer("acme", 1, 50, now_s=11.5), respite.answer("acme", 100, 5_000, now_s=12.0)
     (None, None)
     >>> respite.withheld()
-    {'events_per_s': 1}
+    {'events_per_s acme': 1}
     """
 
     def __init__(self) -> None:
@@ -66,12 +66,12 @@ class Respite:
             return None
         if events < known.events or size_bytes < known.size_bytes:
             return None
-        limit = str(known.error.data["limit"])
-        self._withheld[limit] = self._withheld.get(limit, 0) + 1
+        key = f"{known.error.data['limit']} {tenant}"
+        self._withheld[key] = self._withheld.get(key, 0) + 1
         data = {**known.error.data, "retry_after_s": known.until_s - now_s}
         return Throttled(known.error.message, **data)
 
     def withheld(self) -> dict[str, int]:
-        """How many batches were refused here since the last call, by limit."""
+        """How many batches were refused here since the last call, by limit and tenant."""
         found, self._withheld = self._withheld, {}
         return found

@@ -88,6 +88,6 @@ def adopt(
         return None
     group.fence += 1
     group.leases[lease.fence] = member.leases[lease.fence] = lease
-    member.inflight += lease.open
+    member.took(lease.open)
     heapq.heappush(group._checks, (now + group.spec.lease_s, lease.fence))
     return lease

@@ -37,7 +37,6 @@ from penstock.model.errors import (
     AlreadyExists,
     InvalidInput,
     PenstockError,
-    ReplayLimited,
     Unsupported,
     WriteOnce,
 )
@@ -205,12 +204,7 @@ class Administration:
         now_s = self._engine.runtime.now()
         decision = self._engine.admission.admit_replay(request.tenant, now_s)
         if decision is not ADMITTED:
-            raise ReplayLimited(
-                f"tenant {request.tenant!r} starts replays too often (replays_per_minute); try again "
-                f"in {decision.retry_after_s:.1f} s",
-                tenant=request.tenant,
-                retry_after_s=decision.retry_after_s,
-            )
+            raise decision.error()
 
     # -- groups --------------------------------------------------------------------------------
 

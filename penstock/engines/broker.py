@@ -53,8 +53,10 @@ class BrokerEngine:
         identity: Identity,
         client: str,
     ) -> None:
+        # Who names no tenant speaks for that of its token, or for the broker's default.
+        tenant = "" if identity.tenant == Identity().tenant else identity.tenant
         hello = say.Hello(
-            client, token=settings.client.token, tenant=identity.tenant, subject=identity.subject,
+            client, token=settings.client.token, tenant=tenant, subject=identity.subject,
             agent=AGENT, heartbeat_s=settings.client.heartbeat_s,
         )  # fmt: skip
         self.channel = Channel(make_link, settings.client, hello)
@@ -225,6 +227,10 @@ class BrokerEngine:
             ended = self._feeds.get(stopped.feed)
             if ended is not None and stopped.fault is not None:
                 ended.stop(to_error(stopped.fault))
+        elif frame.kind == Kind.DRAIN:
+            for feed in self._feeds.values():
+                if isinstance(feed, RemoteQueue):
+                    feed.paused = True
 
     def _held(self) -> list[int]:
         """Deliveries that need not be sent again: in hand, or settled and on the way to the broker."""
@@ -251,6 +257,8 @@ class BrokerEngine:
             self._doubtful.update(settled_events(settlement))
         for feed in self._feeds.values():
             if feed.number in self._asked:
+                if isinstance(feed, RemoteQueue):
+                    feed.resume()
                 continue
             self._asked.add(feed.number)
             held = list(feed.held.values()) if isinstance(feed, RemoteQueue) else []
@@ -275,6 +283,7 @@ class BrokerEngine:
                 indices = joined.adopted.get(delivery.number, [])
                 self._doubtful.difference_update((delivery.number, index) for index in indices)
                 self._doubtful.update(feed.taken_up(delivery, indices))
+            feed.resume()
         self._report()
 
     # -- reading and administration ------------------------------------------------------------

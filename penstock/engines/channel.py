@@ -332,7 +332,7 @@ class Channel:
                 self._welcomed.set_exception(error)
             else:
                 log.warning("the broker objects: %s", error)
-        elif frame.kind != Kind.DRAIN:  # after which it closes the connection anyway
+        else:
             self.on_push(frame)
 
     def _confirmed(self, number: int) -> None:

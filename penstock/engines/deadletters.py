@@ -377,5 +377,7 @@ def _confirmed(word: str, confirm: str, actor: str, reason: str) -> None:
     _named(actor, reason)
     if confirm != word:
         raise ConfirmationNeeded(
-            f"this needs confirm={word!r} and got {confirm!r}; nothing was changed", wanted=word
+            f"this needs the word {word} and got {confirm!r}; nothing was changed. Repeat with "
+            f"confirm={word!r}, on the command line --confirm {word}",
+            wanted=word,
         )

@@ -9,7 +9,9 @@ from itertools import chain
 from penstock.core.delivery import QueueGroup
 from penstock.core.entry import Entry, GroupSpec
 from penstock.core.lease import OUT, STATES, Lane, Lease
+from penstock.core.quota import AdmissionLimits
 from penstock.core.takeup import adopt
+from penstock.core.window import Windows
 from penstock.engines.handle import Inbox, LeasedBatch
 from penstock.engines.runtime import Runtime
 from penstock.log.eventlog import EventLog, InMemory
@@ -24,6 +26,7 @@ class Dispatcher:
         self,
         log: EventLog,
         runtime: Runtime,
+        limits: AdmissionLimits,
         *,
         hurry: Callable[[], None],
         mention: Callable[[], None],
@@ -32,6 +35,9 @@ class Dispatcher:
         self.groups: dict[str, QueueGroup] = {}
         self.failures = [0] * len(STATES)
         """Of all groups, those that are gone included."""
+        self.windows = Windows(limits, self.touched)
+        self.paused = False
+        """Nothing more is leased: the process is about to end."""
         self._log = log
         self._runtime = runtime
         self._hurry = hurry
@@ -65,12 +71,14 @@ class Dispatcher:
         for (group, member), inbox in list(self._inboxes.items()):
             if group == name:
                 inbox.stop(error)
+                self.windows.left(inbox.member)
                 del self._inboxes[group, member]
 
-    def join(self, name: str, member_id: str, max_inflight: int) -> Inbox:
-        """A consumer begins to receive."""
+    def join(self, name: str, member_id: str, max_inflight: int, tenant: str) -> Inbox:
+        """A consumer of a tenant begins to receive."""
         group = self.groups[name]
         member = group.join(member_id, max_inflight)
+        self.windows.joined(member, tenant, max_inflight)
         inbox = self._inboxes[name, member_id] = Inbox(group, member, self._leave)
         self.pump(group)
         return inbox
@@ -101,6 +109,13 @@ class Dispatcher:
         self._inboxes.pop((group.name, inbox.member.id), None)
         if group.name in self.groups and inbox.member.id in group.members:
             group.leave(inbox.member.id, self._runtime.now())
+            self.touched(group)
+        self.windows.left(inbox.member)
+
+    def limit(self, limits: AdmissionLimits) -> None:
+        """New limits are in force: members may get more than they could before."""
+        self.windows.reload(limits)
+        for group in self.groups.values():
             self.touched(group)
 
     def members(self, name: str) -> list[str]:
@@ -134,7 +149,7 @@ class Dispatcher:
         """Give out what members have credit for."""
         if self.groups.get(group.name) is not group:
             return
-        leases = group.dispatch(self._runtime.now())
+        leases = [] if self.paused else group.dispatch(self._runtime.now())
         if group.doomed:
             self._bury(group)
         if leases:

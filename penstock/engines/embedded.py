@@ -137,10 +137,12 @@ class EmbeddedEngine:
         self.dispatcher = Dispatcher(
             self.log,
             self.runtime,
+            self.admission.limits,
             hurry=self._hurry,
             mention=self._mention,
             bury=self.graveyard.bury,
         )
+        self.admission.on_reload = self.dispatcher.limit
         self.commits = CommitLoop(
             self.journal, layout, self.dispatcher, self.runtime, self.settings, self._laid,
             self._committed,
@@ -305,7 +307,9 @@ class EmbeddedEngine:
         await self.groups.ensure(name, subscribe.spec)
         if subscribe.spec.mode == "log":
             return self.groups.logs[name].join(subscribe.member)
-        return self.dispatcher.join(name, subscribe.member, subscribe.max_inflight)
+        return self.dispatcher.join(
+            name, subscribe.member, subscribe.max_inflight, subscribe.identity.tenant
+        )
 
     async def ask(self, request: Request) -> Any:
         """Administer."""

@@ -148,8 +148,8 @@ class Groups:
             raise UnknownGroup(f"no group {name!r}; `penstock group list` shows them", group=name)
         return group
 
-    def waiting_directly(self, topic: str) -> Waiting | None:
-        """How much waits for the direct consumer of a topic that is furthest behind (row T11)."""
+    def waiting_directly(self, topic: str, tenant: str) -> Waiting | None:
+        """How much waits for direct consumers when a tenant publishes to a topic (row T11)."""
         found: Waiting | None = None
         for group in self.readers_of(topic):
             if not group.name.startswith(DIRECT) or isinstance(group, LogGroup):
@@ -157,7 +157,20 @@ class Groups:
             waits = [(lane.topic, lane.end - lane.cursor) for lane in group.lanes.values()]
             own = sum(events for name, events in waits if name == topic)
             found = max(found or Waiting(0, 0), Waiting(own, sum(events for _, events in waits)))
+        if found is not None and self._engine.admission.max_queued(tenant) is not None:
+            return found._replace(of_tenant=self.queued(tenant, topic))
         return found
+
+    def queued(self, tenant: str, topic: str = "") -> int:
+        """Events of a tenant's topics, and of one more, that wait for all direct consumers."""
+        owner = self._engine.topics.tenant_for
+        return sum(
+            lane.end - lane.cursor
+            for name, group in self._engine.dispatcher.groups.items()
+            if name.startswith(DIRECT)
+            for lane in group.lanes.values()
+            if lane.end > lane.cursor and (lane.topic == topic or owner(lane.topic) == tenant)
+        )
 
     # -- lanes ---------------------------------------------------------------------------------
 

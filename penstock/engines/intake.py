@@ -102,8 +102,8 @@ class Intake:
     def admit(self, draft: Draft, size: int) -> None:
         """Count a draft as coming in, or raise why not."""
         decision = self._engine.admission.admit(
-            draft.tenant, draft.topic, draft.count, size, self._engine.runtime.now(), "log",
-            self._engine.groups.waiting_directly(draft.topic),
+            draft.tenant, draft.topic, draft.count, size, self._engine.runtime.now(),
+            self._engine.groups.waiting_directly(draft.topic, draft.tenant),
         )  # fmt: skip
         if decision is not ADMITTED:
             raise decision.error()

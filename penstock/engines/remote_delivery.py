@@ -63,6 +63,9 @@ class RemoteDelivery:
 
     def hand(self) -> Event | None:
         """The next event, its lease running from now."""
+        if self.feed.paused:
+            self.feed.put_back(self)
+            return None
         events = self._events
         if events is None:
             attempt, batch = self.attempt, self.batch
@@ -165,6 +168,8 @@ class RemoteQueue:
         self.wanted = wanted
         self.lease_s = wanted.spec.lease_s
         self.held: dict[int, RemoteDelivery] = {}
+        self.paused = False
+        """The broker stops: events that nobody was handed yet are left to its next life."""
         self.now = asyncio.get_running_loop().time
         self.touched = report
         self._leave = leave
@@ -216,6 +221,16 @@ class RemoteQueue:
         self._waiting = deque(each for each in self._waiting if each.lease.open)
         return [event for event in settled_events(said) if event[1] not in again]
 
+    def put_back(self, delivery: RemoteDelivery) -> None:
+        """What is left of a delivery comes first when the feed goes on."""
+        if not self._waiting or self._waiting[0] is not delivery:
+            self._waiting.appendleft(delivery)
+
+    def resume(self) -> None:
+        """A broker is there again, and what it does not lease to us any more is gone from here."""
+        self.paused = False
+        self._ring()
+
     def done(self, delivery: RemoteDelivery) -> None:
         """Everything of a delivery is settled."""
         self.held.pop(delivery.number, None)
@@ -231,7 +246,7 @@ class RemoteQueue:
 
     async def receive(self) -> RemoteDelivery:
         """Wait for the next stretch of events."""
-        while not self._waiting:
+        while self.paused or not self._waiting:
             if self._stopped is not None:
                 raise self._stopped
             self._getter = asyncio.get_running_loop().create_future()

@@ -16,6 +16,7 @@ import os
 import socket
 import time
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
@@ -126,6 +127,20 @@ class Disk(Protocol):
     def lock(self) -> Lock:
         """Become the one writer of this folder, or raise FolderLocked naming the holder."""
         ...
+
+
+def holder_in_words(holder: str) -> str:
+    """Who holds a folder, from what it wrote into the lock.
+
+    >>> holder_in_words('{"pid": 77, "host": "b1", "since": 0.0}')
+    'process 77 on b1, since 1970-01-01 00:00:00 UTC'
+    """
+    try:
+        said = json.loads(holder)
+        since = datetime.fromtimestamp(said["since"], UTC)
+        return f"process {said['pid']} on {said['host']}, since {since:%Y-%m-%d %H:%M:%S} UTC"
+    except (ValueError, TypeError, KeyError, OverflowError, OSError):
+        return holder or "another process"
 
 
 UNFINISHED = ".tmp"
@@ -342,7 +357,7 @@ class RealDisk:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise
             raise FolderLocked(
-                f"{self.root} is being written by {holder or 'another process'}. "
+                f"{self.root} is being written by {holder_in_words(holder)}. "
                 "Stop that process, or open the folder read-only with '?mode=ro'",
                 path=str(self.root),
                 holder=holder,

@@ -56,6 +56,13 @@ def _contradictions(settings: Settings) -> Iterator[Conflict]:
         keys = ("sealing.backlog_max_bytes", "journal.file_bytes")
         message = f"{keys[0]} must hold two files of {keys[1]}: one open, one being sealed"
         yield Conflict("error", keys, message)
+    if settings.fastpath.require and not settings.fastpath.enabled:
+        keys = ("fastpath.require", "fastpath.enabled")
+        yield Conflict("error", keys, f"{keys[0]} needs {keys[1]}: enable it, or do not require it")
+    endpoint = settings.telemetry.otlp_endpoint
+    if endpoint and not endpoint.startswith(("http://", "https://")):
+        message = f"spans go to an http:// or https:// address, not to {endpoint!r}"
+        yield Conflict("error", ("telemetry.otlp_endpoint",), message)
 
 
 def _doubts(settings: Settings) -> Iterator[Conflict]:

@@ -226,9 +226,12 @@ class TenantLimits(Group, frozen=True):
     """What one tenant may use; none leaves that measure to the limits of everyone."""
 
     max_inflight: Annotated[
-        Count | None, about("Events leased to this tenant's consumers at once.")
+        Count | None, about("Events that all consumers of this tenant hold together.")
     ] = None
-    max_queued: Annotated[Count | None, about("Events of this tenant waiting for dispatch.")] = None
+    max_queued: Annotated[
+        Count | None,
+        about("Events of this tenant's topics waiting for direct consumers, together."),
+    ] = None
     max_ingress: Annotated[Count | None, about("Publishes of this tenant not yet committed.")] = (
         None
     )
@@ -249,7 +252,8 @@ class Admission(Group, frozen=True):
         Count | None, about("Events one consumer may hold; a broker uses 1024.")
     ] = None
     max_per_topic_queue: Annotated[
-        Count | None, about("Events of one topic waiting for dispatch; a broker uses 256.")
+        Count | None,
+        about("Events of one topic waiting for one direct consumer; a broker uses 256."),
     ] = None
     max_queued_direct: Annotated[
         Count | None, about("Events waiting for one direct consumer; a broker uses 4096.")

@@ -26,10 +26,12 @@ from penstock.model.errors import (
     Fenced,
     PenstockError,
     ProtocolViolation,
+    Rejected,
 )
 from penstock.model.event import Identity
 from penstock.model.settings import Settings
 from penstock.server.admin_gate import Gate
+from penstock.server.ending import finished
 from penstock.server.fastpath import FastPath
 from penstock.server.inbound import check_hello, check_request
 from penstock.server.metrics_counters import Counters
@@ -278,13 +280,6 @@ class Broker:
         """Count a request that was answered with an error."""
         self.tally.frame_error(error.code)
 
-    def max_inflight(self, tenant: str) -> int:
-        """Most events one consumer of a tenant may hold."""
-        limits = self.engine.admission.limits
-        own = limits.tenants.get(tenant, limits.default).max_inflight
-        general = limits.max_inflight_per_consumer
-        return min(each for each in (own, general, 1_000_000) if each is not None)
-
     async def join(self, wanted: Wanted) -> QueueFeed | LogFeed:
         """Join a group; who comes again under its name takes the place of its former self.
 
@@ -314,9 +309,14 @@ class Broker:
         if isinstance(request, requests.ListSessions):
             return self.sessions_view()
         if isinstance(request, requests.ListTenants):
-            return tenants_view(self.engine.admission)
+            return tenants_view(self.engine.admission, self.tally.refusals)
         check_request(request)
-        answer = await self.engine.ask(request)
+        try:
+            answer = await self.engine.ask(request)
+        except Rejected as error:
+            kind, data = error.code.rpartition(".")[2], error.data
+            self.tally.refused(kind, str(data.get("limit", "none")), str(data.get("tenant", "")))
+            raise
         if isinstance(request, requests.ResetGroup):
             self._fence(request.group)
         return answer
@@ -357,13 +357,13 @@ class Broker:
     # -- the end -------------------------------------------------------------------------------
 
     async def drain(self, seconds: float) -> None:
-        """Take no new clients, let the others finish what they asked, then end all connections."""
+        """Take no new clients, let the others finish what they are at, then end all connections."""
         self.draining = True
+        self.engine.dispatcher.paused = True
         for session in self.sessions.values():
             session.send(Frame(Kind.DRAIN, 0, b""))
         end = self.now() + seconds
-        for session in self.sessions.values():
-            await session.finished(end - self.now())
+        await finished(self.sessions, end)
         if self._minder is not None:
             self._minder.cancel()
         for session in list(self.sessions.values()):

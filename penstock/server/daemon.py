@@ -41,7 +41,7 @@ class Daemon:
         self.counters = Counters()
         self.doorkeeper = Doorkeeper(self.settings.auth)
         self.broker = Broker(self.engine, self.settings, self.doorkeeper, self.counters)
-        self._tcp = TcpServer(self.settings, self.broker)
+        self._tcp = TcpServer(self.settings, self.broker, self.broker.fastpath)
         self._zmq = ZmqServer(self.settings, self.broker)
         self._fanout = Fanout(self.settings)
         self._http: HttpServer | None = None
@@ -75,7 +75,7 @@ class Daemon:
     async def _serve_http(self, listen: str) -> int:
         gauge = Gauge(self.engine, self.counters)
         self._gauging = asyncio.create_task(gauge.run(), name="penstock-gauge")
-        metrics = Metrics(self.engine, self.counters, gauge)
+        metrics = Metrics(self.engine, self.counters, gauge, self.broker.fastpath)
         surface = Surface(
             self.engine, self.settings, self.doorkeeper,
             ready=lambda: self.ready and not self.broker.draining,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.core.entry import GroupSpec
 from penstock.core.retry import Retry
+from penstock.core.window import MAX_HELD_EVENTS
 from penstock.engines.engine import Subscribe
 from penstock.engines.groups import DIRECT
 from penstock.model.event import Identity
@@ -11,7 +12,7 @@ from penstock.model.settings import Delivery
 from penstock.wire.message import Hello
 
 
-def direct_wish(hello: Hello, identity: Identity, settings: Delivery, limit: int) -> Subscribe:
+def direct_wish(hello: Hello, identity: Identity, settings: Delivery) -> Subscribe:
     """The subscription that a client's Hello stands for; it is known by the client's name."""
     spec = GroupSpec(
         tuple(hello.subscriptions),
@@ -19,5 +20,5 @@ def direct_wish(hello: Hello, identity: Identity, settings: Delivery, limit: int
         lease_s=settings.lease_s,
         start="latest",
     )
-    inflight = min(hello.max_inflight or limit, limit)
+    inflight = hello.max_inflight or MAX_HELD_EVENTS  # the limits in force say what it gets
     return Subscribe(f"{DIRECT}{hello.client}", spec, hello.client, inflight, identity)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from penstock.model.errors import Deferred, InvalidSettings
+from penstock.model.errors import Deferred
 from penstock.model.server_settings import FastPath as FastPathSettings
 
 T = TypeVar("T")
@@ -22,10 +22,6 @@ class FastPath:
     """Runs work on large payloads in threads, as the settings allow."""
 
     def __init__(self, settings: FastPathSettings) -> None:
-        if settings.require and not settings.enabled:
-            raise InvalidSettings(
-                "fastpath.require is set and fastpath.enabled is not; enable it, or do not require it"
-            )
         self.taken = 0
         """Payloads that took it."""
         self.fallen_back = 0
@@ -37,7 +33,7 @@ class FastPath:
     async def run(self, size_bytes: int, work: Callable[..., T], *args: object) -> T:
         """Do the work, here or in a thread; `size_bytes` decides."""
         settings = self._settings
-        if not settings.enabled or size_bytes < settings.cutover_bytes:
+        if not self.wants(size_bytes):
             return work(*args)
         if self._busy >= settings.threads and settings.fall_back:
             if settings.require:
@@ -49,14 +45,24 @@ class FastPath:
                 )
             self.fallen_back += 1
             return work(*args)
+        return await self.submit(work, *args)
+
+    def wants(self, size_bytes: int) -> bool:
+        """Whether work on so much is for a thread."""
+        return self._settings.enabled and size_bytes >= self._settings.cutover_bytes
+
+    def submit(self, work: Callable[..., T], *args: object) -> asyncio.Future[T]:
+        """Have a thread do the work, as soon as one is free."""
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(settings.threads, "penstock-fastpath")
+            self._threads = ThreadPoolExecutor(self._settings.threads, "penstock-fastpath")
         self._busy += 1
         self.taken += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
-        finally:
-            self._busy -= 1
+        done = asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+        done.add_done_callback(self._freed)
+        return done
+
+    def _freed(self, _: asyncio.Future[T]) -> None:
+        self._busy -= 1
 
     def drop(self, held: list[Any], size_bytes: int) -> None:
         """Let go of something large; the caller must have no other reference to it.

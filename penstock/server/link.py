@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import ipaddress
 from typing import Protocol
 
 from penstock.wire.frame import Frame
@@ -30,3 +32,16 @@ class Link(Protocol):
     def close(self) -> None:
         """Send what is queued, then end the connection."""
         ...
+
+
+def peer_of(transport: asyncio.Transport) -> tuple[str, bool]:
+    """Where a client is, and whether that is this host."""
+    name = transport.get_extra_info("peername")
+    if not name:
+        return "?", False
+    host, port = name[0], name[1]
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return f"{host}:{port}", False
+    return f"{host}:{port}", address.is_loopback

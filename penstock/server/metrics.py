@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.core.lease import EXPIRED, NACKED, REJECTED, RETURNED, STATES
 from penstock.engines.embedded import EmbeddedEngine
 from penstock.model.errors import MissingExtra
+from penstock.server.fastpath import FastPath
 from penstock.server.metrics_catalogue import FAMILIES
 from penstock.server.metrics_counters import BOUNDS_S, Counters, Histogram
 from penstock.server.metrics_engine import (
@@ -42,7 +43,10 @@ _BOUND_TEXTS = [*map(str, BOUNDS_S), "+Inf"]
 class Metrics:
     """Reads an open engine, the counters and the pressure; `collect` is what a scrape needs."""
 
-    def __init__(self, engine: EmbeddedEngine, counters: Counters, gauge: Gauge) -> None:
+    def __init__(
+        self, engine: EmbeddedEngine, counters: Counters, gauge: Gauge, fastpath: FastPath
+    ) -> None:
+        self._fastpath = fastpath
         self._engine = engine
         self._counters = counters
         self._gauge = gauge
@@ -90,6 +94,8 @@ class Metrics:
         engine, counters = self._engine, self._counters
         for refusal, count in counters.refusals.items():
             yield "penstock_refused_publishes_total", refusal, count
+        yield "penstock_fastpath_total", ("taken",), self._fastpath.taken
+        yield "penstock_fastpath_total", ("fallen-back",), self._fastpath.fallen_back
         for reason, count in counters.held_back.items():
             yield "penstock_backpressure_total", (reason,), count
         for code, count in counters.frame_errors.items():
@@ -124,7 +130,7 @@ class Metrics:
         yield "penstock_connections", (), counters.connections
         yield "penstock_connections_opened_total", (), counters.connections_opened
         worst: dict[tuple[str, str], float] = {}
-        for quota in quotas(engine.admission, engine.runtime.now()):
+        for quota in quotas(engine):
             key = counters.labels.tenant(quota.tenant), quota.quota
             worst[key] = max(worst.get(key, 0.0), quota.ratio)
         for key, ratio in worst.items():

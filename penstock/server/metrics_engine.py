@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from penstock.core.admission import Admission
 from penstock.core.delivery import QueueGroup
 from penstock.core.lease import OUT, Run
 from penstock.core.quota import Bucket
@@ -164,14 +163,19 @@ class Quota(NamedTuple):
     ratio: float
 
 
-def quotas(admission: Admission, now_s: float) -> Iterator[Quota]:
+def quotas(engine: EmbeddedEngine) -> Iterator[Quota]:
     """Every limit that is set for a tenant, and how much of it is used."""
-    for name, tenant in admission._tenants.items():
+    admission, now_s = engine.admission, engine.runtime.now()
+    windows = engine.dispatcher.windows.by_tenant
+    for name in {**admission._tenants, **windows}:
+        tenant = admission._tenant(name)  # new here is who only consumes
         limits = tenant.limits
         stored = tenant.stored_bytes + tenant.ingress_bytes
+        held = windows[name].held if name in windows else 0
+        queued = 0 if limits.max_queued is None else engine.groups.queued(name)
         for quota, used, allowed in (
-            ("max_inflight", tenant.inflight, limits.max_inflight),
-            ("max_queued", tenant.queued, limits.max_queued),
+            ("max_inflight", held, limits.max_inflight),
+            ("max_queued", queued, limits.max_queued),
             ("max_ingress", tenant.ingress, limits.max_ingress),
             ("storage_bytes", stored, limits.storage_bytes),
         ):

@@ -148,6 +148,14 @@ class QueueOutlet:
         count("extend", extended)
         self.drop_settled(number)
 
+    def at_work(self) -> bool:
+        """Whether the consumer was handed events that it has not settled."""
+        for leased in self.held.values():
+            handed = min(len(leased.lease.deadlines), leased.shift + leased.batch.count)
+            if leased.lease.states.count(OUT, leased.shift, handed):
+                return True
+        return False
+
     def drop_settled(self, number: int) -> None:
         """Forget a delivery once nothing of it is open."""
         leased = self.held.get(number)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from penstock.log.disk import RealDisk, write_file
+from penstock.log.disk import RealDisk, holder_in_words, write_file
 from penstock.model.errors import Corrupted, InvalidSettings
 
 if TYPE_CHECKING:
@@ -175,5 +175,5 @@ def writer_of(folder: str | Path) -> str | None:
         return None
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     if any(f" {device} " in line and " FLOCK " in line for line in table.splitlines()):
-        return holder or "another process"
+        return holder_in_words(holder)
     return None

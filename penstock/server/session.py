@@ -101,7 +101,7 @@ class Session:
             self.link.close()
         self.link = link
         self.heard_at = self._broker.now()
-        held = {number for outlet in self._queues() for number in outlet.held}
+        held = {number for outlet in self.queues() for number in outlet.held}
         said = [each for each in hello.deliveries if each < MAX_DELIVERY]
         self._delivery = max(self._delivery, *said, 0)
         unknown = [each for each in hello.pending if not self._knows(each)]
@@ -121,7 +121,7 @@ class Session:
             if request in self._answers:
                 self.send(self._answers[request])
         known = set(hello.deliveries)
-        for outlet in self._queues():
+        for outlet in self.queues():
             for number in [each for each in outlet.held if each not in known]:
                 outlet.send(number)
         for frame in self._ended.values():  # the client may have been away when they were sent
@@ -235,31 +235,32 @@ class Session:
             raise ProtocolViolation(f"more than {MAX_SETTLEMENTS} settlements in one frame")
         self.settled = settle.sequence
         for settlement in settle.settlements:
-            for outlet in self._queues():
+            for outlet in self.queues():
                 if settlement.delivery in outlet.held:
                     outlet.settle(settlement)
                     break
             else:
-                for outlet in self._queues()[:1]:
+                for outlet in self.queues()[:1]:
                     outlet.refuse(settlement)
         if not self.settled % CONFIRM_EVERY:
             self._confirm()
 
     # -- subscriptions -------------------------------------------------------------------------
 
-    def _queues(self) -> list[QueueOutlet]:
+    def queues(self) -> list[QueueOutlet]:
+        """Its feeds of leased events."""
         return [outlet for outlet in self.feeds.values() if isinstance(outlet, QueueOutlet)]
 
     def leased(self, delivery: int) -> LeasedBatch | None:
         """A delivery of which something is not settled."""
-        for outlet in self._queues():
+        for outlet in self.queues():
             if delivery in outlet.held:
                 return outlet.held[delivery]
         return None
 
     def drop_settled(self, deliveries: set[int]) -> None:
         """Forget those of these deliveries that are settled."""
-        for outlet in self._queues():
+        for outlet in self.queues():
             for number in deliveries:
                 outlet.drop_settled(number)
 
@@ -287,10 +288,7 @@ class Session:
         taken = {*self.feeds, *self._opening}
         if wish.feed in taken or wish.feed == DIRECT_FEED or len(taken) >= MAX_FEEDS:
             raise InvalidInput(f"feed {wish.feed} is open already, or {MAX_FEEDS} are")
-        limit = self._broker.max_inflight(self.identity.tenant)
-        wanted = Wanted(
-            wish.group, wish.spec, wish.member, min(wish.max_inflight, limit), self.identity
-        )
+        wanted = Wanted(wish.group, wish.spec, wish.member, wish.max_inflight, self.identity)
         self.may_read(wish.spec.patterns)
         self._ended.pop(wish.feed, None)
         opening = self._opening[wish.feed] = asyncio.get_running_loop().create_future()
@@ -316,10 +314,7 @@ class Session:
         if not self.hello.subscriptions or DIRECT_FEED in self.feeds:
             return
         self.may_read(self.hello.subscriptions)
-        limit = self._broker.max_inflight(self.identity.tenant)
-        wanted = direct_wish(
-            self.hello, self.identity, self._broker.engine.settings.delivery, limit
-        )
+        wanted = direct_wish(self.hello, self.identity, self._broker.engine.settings.delivery)
         inbox = await self._broker.join(wanted)
         assert isinstance(inbox, Inbox)
         self.feeds[DIRECT_FEED] = QueueOutlet(self, DIRECT_FEED, wanted, inbox)
@@ -392,6 +387,11 @@ class Session:
                 await ask(request)
             except PenstockError as error:
                 log.debug("nothing left to drop", extra={"session": self.id, "code": error.code})
+
+    async def harden(self) -> None:
+        """Make all that was settled durable, and say so."""
+        if self.settled > self._durable:
+            await self._harden(self.settled)
 
     async def finished(self, seconds: float) -> None:
         """Wait until no request is being worked on, but not for long; fetches may wait for ever."""

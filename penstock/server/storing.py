@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from penstock.bus import tracing
 from penstock.core.admission import ADMITTED
 from penstock.core.entry import Entry, Produced
-from penstock.core.respite import RATES
+from penstock.core.respite import MOST_TENANTS, RATES
 from penstock.engines.bundle import Bundle, combined
 from penstock.engines.embedded import EmbeddedEngine
 from penstock.engines.engine import Draft, Settle, Transaction
@@ -18,6 +19,7 @@ from penstock.engines.timekeeper import SCHEDULED
 from penstock.model.batch_head import BatchHead
 from penstock.model.errors import LeaseExpired, PenstockError, Rejected, Throttled
 from penstock.model.event import Identity, Receipt
+from penstock.model.role import ADMIN
 from penstock.model.settings import Limits
 from penstock.server.fastpath import FastPath
 from penstock.server.inbound import check_transaction_key, inbound, owner
@@ -53,10 +55,8 @@ class Storing:
         """Store the drafts of a frame, or say where they went when it came before."""
         wish: say.Publish = decode(frame.meta, say.Publish)
         stored = self._before(wish.sequence)
-        for limit in RATES:
-            if not stored and wish.withheld.get(limit, 0) > 0:
-                tenant = self._session.identity.tenant
-                self._tally.refused("throttled", limit, tenant, wish.withheld[limit])
+        if wish.withheld and not stored:
+            self._withheld(wish.withheld)
         receipts: list[Receipt | None] = [None] * len(wish.drafts)
         faults: dict[int, say.Fault] = {}
         drafts: dict[int, Draft] = {}
@@ -127,9 +127,19 @@ class Storing:
         if decision is not ADMITTED:
             raise decision.error()
 
+    def _withheld(self, found: dict[str, int]) -> None:
+        """Count what the client refused itself, each for the tenant that it would have counted for."""
+        who = self._session.identity
+        for key, times in islice(found.items(), len(RATES) * MOST_TENANTS):
+            limit, _, tenant = key.partition(" ")
+            if limit in RATES and times > 0:
+                own = not tenant or ADMIN not in who.roles
+                self._tally.refused("throttled", limit, who.tenant if own else tenant, times)
+
     def _refused(self, error: PenstockError) -> None:
         kind, limit = error.code.rpartition(".")[2], str(error.data.get("limit", "none"))
-        self._tally.refused(kind, limit, self._session.identity.tenant)
+        tenant = str(error.data.get("tenant", "")) or self._session.identity.tenant
+        self._tally.refused(kind, limit, tenant)
         if isinstance(error, Throttled):
             self._session.rest(min(error.retry_after_s, MAX_REST_S))
 

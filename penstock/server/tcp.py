@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from penstock.model.errors import InvalidSettings
 from penstock.model.settings import Settings
+from penstock.server.fastpath import FastPath
 from penstock.server.link import Link
 from penstock.server.tcp_link import HANDSHAKE_S, LINGER_S, Connection, TcpLink
 from penstock.server.tls import server_tls
@@ -29,8 +30,11 @@ class Connections(Protocol):
 class TcpServer:
     """Listens, and keeps the links."""
 
-    def __init__(self, settings: Settings, broker: Connections) -> None:
+    def __init__(
+        self, settings: Settings, broker: Connections, fastpath: FastPath | None = None
+    ) -> None:
         self.settings = settings
+        self.fastpath = fastpath
         self.broker = broker
         self.links: set[TcpLink] = set()
         self.scratch = bytearray(SCRATCH_BYTES)

@@ -8,19 +8,19 @@ then may send only small frames. Whoever breaks the protocol hears why, and is c
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
-from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 from penstock.engines.outbox import Outbox, keep_alive
 from penstock.model.errors import PenstockError, ProtocolViolation
 from penstock.model.settings import Settings
-from penstock.server.link import Link
+from penstock.server.expanding import Expansion, Handle, Work
+from penstock.server.fastpath import FastPath
+from penstock.server.link import Link, peer_of
 from penstock.server.oldclient import OldClient
 from penstock.wire import oldcommand
 from penstock.wire.fault import to_fault
-from penstock.wire.frame import Frame, Kind
+from penstock.wire.frame import Bytes, Frame, Kind
 from penstock.wire.mark import for_mark, from_mark, marks
 from penstock.wire.message import encode
 from penstock.wire.negotiation import MARKS, NEGOTIATE, answer, choose, refuse
@@ -75,6 +75,7 @@ class Host(Protocol):
     settings: Settings
     links: set[TcpLink]
     scratch: bytearray
+    fastpath: FastPath | None
 
     @property
     def full(self) -> bool:
@@ -100,8 +101,9 @@ class TcpLink(asyncio.BufferedProtocol):
         self._connection: Connection | None = None
         self._old: OldClient | None = None
         self._first = True
-        self._handle: Callable[[Message], None] = self._negotiate
+        self._handle: Handle = self._negotiate
         self._greeting = False
+        self._expansion = Expansion(server.fastpath, self._expanded)
         self._mark = 0
         self._compressor = 0
         self._largest_bytes = 0
@@ -123,7 +125,7 @@ class TcpLink(asyncio.BufferedProtocol):
         # uvloop's transports do not derive from asyncio's.
         self._transport = transport = cast(asyncio.Transport, transport)
         self._outbox = Outbox(self._loop, transport)
-        self.peer, self.loopback = _peer(transport)
+        self.peer, self.loopback = peer_of(transport)
         keep_alive(transport.get_extra_info("socket"))
         if self._server.full:
             self.abort("too many connections")
@@ -232,6 +234,7 @@ class TcpLink(asyncio.BufferedProtocol):
             stop
             or self._greeting
             or self._resting is not None
+            or self._expansion.busy
             or self._unanswered_bytes > UNANSWERED_BYTES
         )
         if stop == self.holding or self._ending:
@@ -253,12 +256,13 @@ class TcpLink(asyncio.BufferedProtocol):
             words = f"a connection does not begin with byte 0x{first:02x}; is it TLS, or HTTP?"
             self._fail(ProtocolViolation(words))
 
-    def _take_all(self, messages: list[Message]) -> None:
+    def _take_all(self, messages: list[Message], handle: Handle | None = None) -> None:
         try:
             for message in messages:
                 if self._ending:
                     return
-                self._handle(message)
+                if not self._expansion.waits(message):
+                    (handle or self._handle)(message)
         except PenstockError as error:
             self._fail(error)
         except Exception as error:
@@ -285,8 +289,17 @@ class TcpLink(asyncio.BufferedProtocol):
         self._outbox.put([answer(choice)])
 
     def _receive(self, message: Message) -> None:
-        frame = decode_frame(message, self._reader.limit_bytes)
-        body = message[1]
+        if self._expansion.begin(message, self._reader.limit_bytes):
+            self.hold(True)
+        else:
+            self._accept(decode_frame(message, self._reader.limit_bytes), message[1])
+
+    def _expanded(self, work: Work, message: Message, behind: list[Message]) -> None:
+        self._take_all([message], lambda _: self._accept(work.result(), message[1]))
+        self._take_all(behind)
+        self.hold(False)
+
+    def _accept(self, frame: Frame, body: Bytes) -> None:
         if frame.request and (len(body) >= COUNTED_BYTES or body[COMPRESSOR_AT]):
             self._count(frame.request, frame.size_bytes)
         if frame.kind == HELLO and self._timer is not None:
@@ -383,15 +396,3 @@ class TcpLink(asyncio.BufferedProtocol):
                 self._transport.close()
         except OSError:  # the client has reset the connection; asyncio is about to say so
             self._transport.abort()
-
-
-def _peer(transport: asyncio.Transport) -> tuple[str, bool]:
-    name = transport.get_extra_info("peername")
-    if not name:
-        return "?", False
-    host, port = name[0], name[1]
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return f"{host}:{port}", False
-    return f"{host}:{port}", address.is_loopback

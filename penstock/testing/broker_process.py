@@ -1,4 +1,4 @@
-"""A real broker for tests and benchmarks: `penstock up` in a process of its own, on free ports."""
+"""A real broker for tests and benchmarks, on free ports: a process of its own, or one to look into."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import time
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
+
+from penstock.model.loader import load
+from penstock.server.daemon import Daemon
 
 START_S = 60.0
 """How long a broker may take to be ready: long, so that a busy machine fails no test."""
@@ -94,3 +97,9 @@ class BrokerProcess:
     ) -> None:
         if self._process is not None:
             self.stop()
+
+
+def broker_inside(folder: Path, flags: dict[str, Any]) -> Daemon:
+    """A broker in this process, over TCP alone: one that a test can look into. Start it yourself."""
+    off = {f"server.{name}": "" for name in ("zmq", "pub", "http")}
+    return Daemon(folder / "data", load(None, {}, {**off, "server.tcp": "127.0.0.1:0", **flags}))

@@ -37,7 +37,7 @@ class Hello(Message, frozen=True):
     """Keep the session, leases and all, when the connection breaks."""
     supports_ack: bool = True
     max_inflight: int = 0
-    """Most events over all subscriptions; 0 leaves it to each of them."""
+    """Most events of `subscriptions` that are not settled; 0 leaves it to the broker."""
     subscriptions: list[str] = []
     """Patterns for direct delivery to this client."""
     heartbeat_s: float = 5.0
@@ -101,7 +101,7 @@ class Publish(Message, frozen=True):
     sequence: int
     drafts: list[DraftMeta]
     withheld: dict[str, int] = {}
-    """Batches that the client did not send since the last one, knowing the answer, by limit."""
+    """Batches that the client did not send since the last one, knowing the answer, by limit and tenant."""
 
 
 class Published(Message, frozen=True):

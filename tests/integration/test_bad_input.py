@@ -189,6 +189,7 @@ async def test_a_second_writer_is_refused_by_the_name_of_the_first(tmp_path) -> 
         with pytest.raises(penstock.FolderLocked) as caught:
             await penstock.connect(tmp_path / "data").open()
         assert json.loads(caught.value.holder)["pid"] == first.pid
+        assert f"process {first.pid} on " in caught.value.message
         assert "mode=ro" in caught.value.message
         async with penstock.connect(f"{tmp_path}/data?mode=ro") as reader:
             assert [e.payload async for e in reader.replay("orders")] == [b"mine"]

@@ -40,7 +40,8 @@ from penstock.server.curve import make_keys
 from penstock.server.daemon import Daemon
 from penstock.server.storing import MAX_REST_S
 from penstock.server.tcp_link import TcpLink
-from penstock.testing.broker_process import BrokerProcess
+from penstock.server.tenants import tenants_view
+from penstock.testing.broker_process import BrokerProcess, broker_inside
 from penstock.wire import message as say
 from penstock.wire.frame import ENVELOPE, MAGIC, Frame, Kind
 from penstock.wire.negotiation import offer
@@ -121,12 +122,6 @@ def site(shared: Site) -> Iterator[Site]:
     assert shared.broker.pid == pid
     os.kill(pid, 0)
     assert not shared.complaints()
-
-
-def inside(folder: Path, flags: dict[str, Any]) -> Daemon:
-    """A broker in this process, over TCP alone: one that a test can look into."""
-    off = {f"server.{name}": "" for name in ("zmq", "pub", "http")}
-    return Daemon(folder / "data", load(None, {}, {**off, "server.tcp": "127.0.0.1:0", **flags}))
 
 
 @pytest_asyncio.fixture
@@ -532,6 +527,15 @@ async def test_tokens_that_do_not_open_the_door(guarded: Site, transport: str, n
     assert time.monotonic() - began < 5.0
 
 
+async def test_a_token_is_enough_to_speak_for_its_tenant(guarded: Site) -> None:
+    """T10: whoever names no tenant speaks for that of its token."""
+    async with penstock.connect(guarded.url(), client__token=token("acme")) as bus:
+        await bus.publish("orders.named.v1.acme", b"mine")
+        assert bus.engine.channel.welcome.tenant == "acme"
+        with pytest.raises(errors.AccessDenied):
+            await bus.publish("orders.named.v1.other", b"not mine")
+
+
 async def test_a_tenant_stays_within_its_own(guarded: Site) -> None:
     """T10, T11: not by publishing, consuming, reading, nor administration over the wire."""
     async with (
@@ -626,7 +630,7 @@ async def test_a_purge_needs_its_word(bus: penstock.Bus) -> None:
     """T8: without it nothing is gone."""
     letter = await dead_letter(bus, "faults.purge")
     for word in ("", "purge", "REPLAY"):
-        with pytest.raises(errors.ConfirmationNeeded):
+        with pytest.raises(errors.ConfirmationNeeded, match="--confirm PURGE"):
             await bus.dead_letters.purge([letter], actor="me", reason="spam", confirm=word)
     assert len(await bus.dead_letters.list(topic="faults.purge")) == 1
     done = await bus.dead_letters.purge([letter], actor="me", reason="spam", confirm="PURGE")
@@ -796,7 +800,7 @@ METERED, RATE_PER_S = "orders.created.v1.acme", 100
 @pytest_asyncio.fixture
 async def metered(tmp_path: Path) -> AsyncIterator[Daemon]:
     """A broker that lets a tenant publish so much, and whose clock moves only when it is told to."""
-    daemon = inside(tmp_path, {"admission.tenants.acme.events_per_s": RATE_PER_S})
+    daemon = broker_inside(tmp_path, {"admission.tenants.acme.events_per_s": RATE_PER_S})
     await daemon.start()
     now_s = daemon.engine.runtime.now()
     daemon.engine.runtime.now = lambda: now_s
@@ -869,8 +873,13 @@ async def test_a_client_that_was_told_to_wait_does_not_ask_in_vain(
     assert 0 < waits[-1] < waits[0] == pytest.approx(0.8)
     assert {each.data["limit"] for each in refused} == {"events_per_s"}
     await eager.publish_many(METERED, [b"x"] * 10)
-    [(key, count)] = metered.counters.refusals.items()
-    assert (key[:2], count) == (("throttled", "events_per_s"), 5)
+    assert metered.counters.refusals == {("throttled", "events_per_s", "acme"): 5}
+    [acme] = [
+        each
+        for each in tenants_view(metered.engine.admission, metered.counters.refusals)
+        if each.tenant == "acme"
+    ]
+    assert acme.refusals == {"throttled events_per_s": 5}
 
 
 async def test_a_batch_over_the_rate_is_refused_on_the_loop_before_it_is_decoded(
@@ -956,7 +965,7 @@ async def test_a_disk_that_is_full_under_load(small_disk: Path) -> None:
 @pytest.mark.timeout(30)
 async def test_a_feed_of_a_client_that_left_waits_without_spinning(tmp_path: Path) -> None:
     """T4: a client may leave while events are on their way to it; the broker goes on."""
-    daemon = inside(tmp_path, {})
+    daemon = broker_inside(tmp_path, {})
     await daemon.start()
     try:
         url = f"penstock://127.0.0.1:{daemon.ports['tcp']}"
@@ -975,7 +984,7 @@ async def test_a_feed_of_a_client_that_left_waits_without_spinning(tmp_path: Pat
 async def test_a_clock_that_jumps_back_an_hour(tmp_path: Path) -> None:
     """T6: append times never run back; leases, retries, heartbeats and sessions do not notice."""
     ahead_us = 0
-    daemon = inside(tmp_path, {"server.heartbeat_s": 0.2, "server.session_s": 1.0})
+    daemon = broker_inside(tmp_path, {"server.heartbeat_s": 0.2, "server.session_s": 1.0})
     daemon.engine.runtime.wall_us = lambda: time.time_ns() // 1_000 + ahead_us  # type: ignore[method-assign]
     await daemon.start()
     try:

@@ -9,7 +9,7 @@ from queue import Queue
 
 import pytest
 
-from penstock.model.errors import Deferred, InvalidSettings
+from penstock.model.errors import Deferred
 from penstock.model.server_settings import FastPath as Settings
 from penstock.server.fastpath import FastPath
 
@@ -58,11 +58,6 @@ async def test_when_it_is_required_and_busy_the_publisher_is_told_to_wait() -> N
     assert raised.value.retry_after_s > 0
     await work
     path.close()
-
-
-def test_required_and_switched_off_contradict_each_other() -> None:
-    with pytest.raises(InvalidSettings):
-        FastPath(Settings(enabled=False, require=True))
 
 
 async def test_an_error_comes_back_and_frees_the_thread() -> None:

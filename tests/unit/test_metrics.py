@@ -21,13 +21,14 @@ from prometheus_client.parser import text_string_to_metric_families as parse_pla
 from starlette.applications import Starlette
 
 import penstock
-from penstock.core.admission import Admission
 from penstock.core.delivery import QueueGroup
 from penstock.core.entry import GroupSpec
 from penstock.core.lease import OUT, Lane
 from penstock.core.quota import AdmissionLimits, TenantLimits
 from penstock.core.retry import Retry
 from penstock.core.takeup import ledgers
+from penstock.model.server_settings import FastPath as FastPathSettings
+from penstock.server.fastpath import FastPath
 from penstock.server.metrics import Metrics, metrics_routes
 from penstock.server.metrics_catalogue import FAMILIES, reference
 from penstock.server.metrics_counters import (
@@ -63,7 +64,9 @@ class Scraped:
         self.bus = bus
         self.engine: Any = bus.engine
         self.counters = Counters()
-        self.metrics = Metrics(self.engine, self.counters, Gauge(self.engine, self.counters))
+        self.fastpath = FastPath(FastPathSettings())
+        gauge = Gauge(self.engine, self.counters)
+        self.metrics = Metrics(self.engine, self.counters, gauge, self.fastpath)
         self.app = Starlette(routes=metrics_routes(self.metrics.collect))
 
     async def text(self, accept: str = "") -> httpx.Response:
@@ -112,6 +115,7 @@ async def test_what_the_broker_counts_is_exported(scraped: Scraped) -> None:
     count.refused("deferred", "max_global_ingress", "acme")
     count.refused("deferred", "max_global_ingress", "acme")
     count.backpressure("send-buffer")
+    scraped.fastpath.taken, scraped.fastpath.fallen_back = 5, 2
     count.frame_error("connection.protocol")
     count.dead_letter("acme", "orders")
     count.dead_letter_replayed("acme", "orders")
@@ -128,6 +132,7 @@ async def test_what_the_broker_counts_is_exported(scraped: Scraped) -> None:
         "penstock_settled_events_total": {("ack",): 42},
         "penstock_refused_publishes_total": {("deferred", "max_global_ingress", "acme"): 2},
         "penstock_backpressure_total": {("send-buffer",): 1},
+        "penstock_fastpath_total": {("taken",): 5, ("fallen-back",): 2},
         "penstock_frame_errors_total": {("connection.protocol",): 1},
         "penstock_dead_letters_total": {pair: 1},
         "penstock_dead_letters_replayed_total": {pair: 1},
@@ -423,25 +428,34 @@ async def test_write_amplification_is_disk_over_published(
         assert 1.2 < ratio < 3
 
 
-def test_quotas_are_shares_of_limits() -> None:
+async def test_quotas_are_shares_of_limits(tmp_path: Path) -> None:
     """Row X10 quota usage ratio."""
     limits = TenantLimits(
-        max_ingress=100, storage_bytes=1_000, events_per_s=10, replays_per_minute=0, max_queued=0
-    )
-    admission = Admission(AdmissionLimits(tenants={"acme": limits}))
-    admission.admit("acme", "orders", 5, 100, now_s=0.0, lane="log")
-    admission.admit("free", "orders", 5, 100, now_s=0.0)
-    admission.stored("acme", 400)
-    found = {(each.tenant, each.quota): each.ratio for each in quotas(admission, 0.0)}
-    assert found == {
-        ("acme", "max_ingress"): 0.05,
-        ("acme", "max_queued"): 1.0,
-        ("acme", "storage_bytes"): 0.5,
-        ("acme", "events_per_s"): 0.5,
-        ("acme", "replays_per_minute"): 1.0,
-    }
-    later = {each.quota: each.ratio for each in quotas(admission, 0.25)}
-    assert later["events_per_s"] == pytest.approx(0.25)
+        max_ingress=100, storage_bytes=1_000, events_per_s=10, replays_per_minute=0, max_queued=0,
+        max_inflight=4,
+    )  # fmt: skip
+    async with penstock.connect(tmp_path) as bus:
+        engine: Any = bus.engine
+        now_s = 0.0
+        engine.runtime.now = lambda: now_s
+        engine.admission.reload(AdmissionLimits(tenants={"acme": limits}))
+        engine.admission.admit("acme", "orders", 5, 100, now_s=0.0)
+        engine.admission.admit("free", "orders", 5, 100, now_s=0.0)
+        engine.admission.stored("acme", 400)
+        found = {(each.tenant, each.quota): each.ratio for each in quotas(engine)}
+        assert found == {
+            ("acme", "max_inflight"): 0.0,
+            ("acme", "max_ingress"): 0.05,
+            ("acme", "max_queued"): 1.0,
+            ("acme", "storage_bytes"): 0.5,
+            ("acme", "events_per_s"): 0.5,
+            ("acme", "replays_per_minute"): 1.0,
+        }
+        now_s = 0.25
+        later = {each.quota: each.ratio for each in quotas(engine)}
+        assert later["events_per_s"] == pytest.approx(0.25)
+        engine.admission.ingress_done("acme", 5, 100)
+        engine.admission.ingress_done("free", 5, 100)
 
 
 async def test_failures_are_counted_by_cause(scraped: Scraped) -> None:

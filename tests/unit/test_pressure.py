@@ -276,7 +276,7 @@ async def test_saturation_is_use_against_limits(tmp_path: Path) -> None:
         counters = Counters()
         gauge = Gauge(engine, counters, cpu_s=lambda: clock["cpu"])
         assert set(gauge.read().saturation.values()) == {0.0}
-        engine.admission.admit("acme", "orders", 75, 10, 0.0, "log")
+        engine.admission.admit("acme", "orders", 75, 10, 0.0)
         counters.connection(10)
         await bus.publish_many("orders", [b"x"] * 10)
         async with bus.subscribe("orders", group="billing", max_inflight=20) as events:

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections import namedtuple
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ import penstock
 from penstock.cli import checkup, checkup_broker, checkup_folder, checkup_network
 from penstock.log.disk import RealDisk
 from penstock.model.errors import ConnectionFailed, MissingExtra
-from penstock.model.server_settings import Server
+from penstock.model.server_settings import Server, Telemetry
 from penstock.model.settings import Journal, Sealing, Settings
 from penstock.server.ports import Address, listening, write_ports
 
@@ -66,6 +67,13 @@ def test_an_address_of_another_machine() -> None:
         checkup_network.check_port("tcp", Address("192.0.2.1", 0))
 
 
+def _without(real: Any, missing: str, name: str) -> Any:
+    """A module that is not there, in a package that is not there either."""
+    if name == missing:
+        raise ModuleNotFoundError(name)
+    return real(name)
+
+
 def test_a_missing_extra_says_who_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(
@@ -74,6 +82,13 @@ def test_a_missing_extra_says_who_needs_it(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(MissingExtra, match=r"uvicorn.*server\.http.*pip install 'penstock\[server\]'"):  # fmt: skip
         checkup.check_needed(Settings())
     assert checkup.check_needed(Settings(server=Server(http=""))).status == "ok"
+    traced = Settings(
+        server=Server(http=""), telemetry=Telemetry(otlp_endpoint="http://127.0.0.1:4318")
+    )
+    for missing in ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"):
+        monkeypatch.setattr(importlib.util, "find_spec", partial(_without, real, missing))
+        with pytest.raises(MissingExtra, match=r"telemetry\.otlp_endpoint.*penstock\[tracing\]"):
+            checkup.check_needed(traced)
     monkeypatch.setattr(checkup, "_installed", lambda name: None if name == "uvicorn" else "1")
     extra = next(check for check in checkup.check_extras() if check.name == "extra server")
     assert "uvicorn" in extra.found
@@ -296,10 +311,10 @@ def test_a_clock_that_was_moved_while_the_broker_ran(served: Any) -> None:
     assert (status, "-3600 s" in text) == ("warn", True)
 
 
-def test_a_broker_elsewhere(cli: Any) -> None:
+def test_what_listens_elsewhere_and_is_no_broker(cli: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         url = f"penstock://127.0.0.1:{other.getsockname()[1]}"
-        assert found(cli("--url", url, "doctor", *OFF, "--json"), "broker")["status"] == "ok"
+        assert found(cli("--url", url, "doctor", *OFF, "--json"), "broker")["status"] == "fail"
     result = cli("--url", url, "doctor", *OFF, "--json")
     assert result.code == 1
     assert found(result, "broker")["status"] == "fail"
@@ -317,6 +332,8 @@ def test_the_real_broker_is_examined_while_it_runs(cli: Any, wait: Any) -> None:
     assert str(process.pid) in found(result, "lock")["found"]
     assert found(result, "broker /health")["status"] == "ok"
     assert found(result, "broker /ready")["status"] == "ok"
+    remote = cli("--url", record["urls"]["tcp"], "doctor", *OFF, "--json")
+    assert "lets us in" in found(remote, "broker")["found"]
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=30)
     assert found(cli.ok("doctor", str(cli.data), *OFF, "--json"), "broker")["found"] == "not running"  # fmt: skip

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import penstock
+from penstock.cli import up as up_command
+from penstock.cli.invocation import DEFAULT_URL, Invocation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -328,6 +330,10 @@ def test_systemd_is_told(cli: Any, stand_in: Callable[..., Up]) -> None:
 # -- validating only -------------------------------------------------------------------------------
 
 
+def test_all_commands_have_the_same_default_folder() -> None:
+    assert up_command._folder(Invocation(), None) == Path(DEFAULT_URL)
+
+
 def test_check_of_a_good_configuration_changes_nothing(cli: Any) -> None:
     result = cli.ok("up", str(cli.data), *ANY, "--check", "--json")
     assert {row["status"] for row in result.rows} == {"ok"}
@@ -361,6 +367,8 @@ def test_check_of_a_folder_that_is_used_changes_nothing(cli: Any, hashes_of: Any
         (["--set", "server.curve_secret_key=short"], 2, "curve", "curve_secret_key"),
         (["--set", "server.curve_clients=a"], 2, "curve", "curve_secret_key"),
         (["--set", "server.max_connections=0"], 2, "config", "max_connections"),
+        (["--set", "fastpath.require=true", "--set", "fastpath.enabled=false"], 2, "config", "fastpath"),
+        (["--set", "telemetry.otlp_endpoint=localhost:4317"], 2, "config", "http://"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )  # fmt: skip
