@@ -14,7 +14,7 @@ from penstock.engines.handle import Inbox, LeasedBatch
 from penstock.engines.runtime import Runtime
 from penstock.log.eventlog import EventLog, InMemory
 from penstock.model.batch import EventBatch
-from penstock.model.errors import OffsetExpired, PenstockError
+from penstock.model.errors import Fenced, OffsetExpired, PenstockError
 
 
 class Dispatcher:
@@ -68,9 +68,13 @@ class Dispatcher:
                 del self._inboxes[group, member]
 
     def join(self, name: str, member_id: str, max_inflight: int) -> Inbox:
-        """A consumer begins to receive."""
+        """A consumer begins to receive; one that is there under its name gets no more."""
         group = self.groups[name]
-        member = group.join(member_id, max_inflight)
+        former = self._inboxes.get((name, member_id))
+        if former is not None:
+            words = f"another consumer joined {name!r} as {member_id!r}"
+            former.stop(Fenced(f"{words}; this one gets no more"))
+        member = group.join(member_id, max_inflight, self._runtime.now())
         inbox = self._inboxes[name, member_id] = Inbox(group, member, self._leave)
         self.pump(group)
         return inbox
@@ -97,10 +101,12 @@ class Dispatcher:
         return LeasedBatch(group, lease, batches[0], self._runtime.now, self.touched)
 
     def _leave(self, inbox: Inbox) -> None:
-        group = inbox.group
-        self._inboxes.pop((group.name, inbox.member.id), None)
-        if group.name in self.groups and inbox.member.id in group.members:
-            group.leave(inbox.member.id, self._runtime.now())
+        # By now group or member may be another of the same name, which stays.
+        group, member = inbox.group, inbox.member
+        if self._inboxes.get((group.name, member.id)) is inbox:
+            del self._inboxes[group.name, member.id]
+        if self.groups.get(group.name) is group and group.members.get(member.id) is member:
+            group.leave(member.id, self._runtime.now())
             self.touched(group)
 
     def members(self, name: str) -> list[str]:
