@@ -106,8 +106,10 @@ class QueueGroup:
             lane.queued = True
             self._work.append(lane)
 
-    def join(self, member_id: str, max_inflight: int) -> Member:
-        """A consumer offers to hold up to `max_inflight` events."""
+    def join(self, member_id: str, max_inflight: int, now: float = 0.0) -> Member:
+        """A consumer offers to hold up to `max_inflight` events; who is there as this one leaves."""
+        if member_id in self.members:
+            self.leave(member_id, now)
         member = self.members[member_id] = Member(member_id, max_inflight)
         self._turn.append(member)
         return member
@@ -125,9 +127,8 @@ class QueueGroup:
                     self._fail(lease, index, RETURNED, now, 0.0, "the consumer left")
                 else:
                     self._close(lease, index, RETURNED)
-                    self._again(
-                        Run(lease.lane, lease.start + index, 1, lease.attempt - 1), now, 0.0
-                    )
+                    run = Run(lease.lane, lease.start + index, 1, lease.attempt - 1)
+                    self._again(run, now, 0.0)
 
     def ack(self, lease: Lease, index: int, now: float) -> None:
         """An event is done."""
@@ -262,7 +263,7 @@ class QueueGroup:
     def _share(self, member: Member) -> int:
         """What one member takes at a time: all it has credit for, unless others want some too."""
         credit = min(member.max_inflight - member.inflight, MAX_LEASE_EVENTS)
-        if len(self.members) == 1 or self.spec.order == "single":
+        if len(self.members) <= 1 or self.spec.order == "single":
             return credit
         waiting = sum(lane.end - lane.cursor for lane in self._work)
         return max(1, min(credit, waiting // len(self.members)))
@@ -423,5 +424,4 @@ class QueueGroup:
             yield from self._gate.waiting()
         if self.starved is not None:
             yield self.starved
-        for _, _, run in self._retries:
-            yield run
+        yield from (run for _, _, run in self._retries)

@@ -140,27 +140,38 @@ class CommitLoop:
         self.hurry()
 
     async def flush(self) -> None:
-        """Return when everything drained and submitted so far is durable."""
+        """Return when everything settled so far is durable."""
         self._refuse_when_stopped()
+        await self._flushed()
+
+    def _flushed(self) -> asyncio.Future[None]:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._flushes.append(done)
         self._wake.set()
-        await done
+        return done
 
     async def close(self) -> None:
-        """Commit what waits, then stop."""
-        if self._task is not None and self.failed is None:
-            with contextlib.suppress(DiskFull):  # what was settled last is delivered again
-                await self.flush()
+        """Take no more, commit what waits, then stop; raises when it could not be written.
+
+        The loop ends by itself: cancelled, it would leave a commit to a thread or to the kernel.
+        """
         self._closing = True
-        self._wake.set()
-        for task in (self._task, self._syncer):
-            if task is not None:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-        if self._linger is not None:
-            self._linger.cancel()
-        self._stop(BusClosed("the bus is closed; this was not stored. Connect again"))
+        done = None
+        try:
+            if self._task is not None and self.failed is None:
+                done = self._flushed()
+                await asyncio.wait([self._task])
+        finally:
+            for task in (self._task, self._syncer):
+                if task is not None:
+                    task.cancel()
+                    await asyncio.gather(task, return_exceptions=True)
+            if self._linger is not None:
+                self._linger.cancel()
+            self._stop(BusClosed("the bus is closed; this was not stored. Connect again"))
+        if done is not None:
+            with contextlib.suppress(DiskFull):  # what was settled last is delivered again
+                await done
 
     # -- the loop ------------------------------------------------------------------------------
 
@@ -169,9 +180,12 @@ class CommitLoop:
             while True:
                 await self._wake.wait()
                 self._wake.clear()
-                while self._pending or self._flushes or self._due:
+                # At the end nothing new is begun, or a busy bus would not end.
+                while self._pending or self._flushes or (self._due and not self._closing):
                     if not await self._step():
                         break
+                if self._closing:
+                    return
         except PenstockError as error:
             self._stop(error)
         except Exception as error:
@@ -184,10 +198,7 @@ class CommitLoop:
         taken, flushes = self._take(), self._flushes
         self._flushes = []
         if not taken.commit.entries:  # nothing to write: no work, no room, or only duplicates
-            if taken.leases:
-                self._committed(taken)
-            self._answer(taken.submissions)
-            self._resolve(flushes, None if taken.drained else self._full)
+            self._finish(taken, flushes)
             return bool(taken.submissions)
         self._journal.place(taken.commit)
         began = self._runtime.now()
@@ -204,13 +215,17 @@ class CommitLoop:
             raise
         self.commits += 1
         self.write_s += self._runtime.now() - began
-        try:
-            self._committed(taken)
-        finally:  # it is durable, whatever happens now
-            self._answer(taken.submissions)
-        self._resolve(flushes, None if taken.drained else self._full)
+        self._finish(taken, flushes)
         self._give_room()
         return True
+
+    def _finish(self, taken: Taken, flushes: list[asyncio.Future[None]]) -> None:
+        try:
+            if taken.commit.entries or taken.leases:
+                self._committed(taken)
+        finally:  # it is durable, whatever happens now
+            self._answer(taken.submissions)
+            self._resolve(flushes, None if taken.drained else self._full)
 
     async def _find_room(self) -> None:
         """Have a spare journal file ready, or know that the disk is full."""

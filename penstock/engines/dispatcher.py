@@ -16,7 +16,7 @@ from penstock.engines.handle import Inbox, LeasedBatch
 from penstock.engines.runtime import Runtime
 from penstock.log.eventlog import EventLog, InMemory
 from penstock.model.batch import EventBatch
-from penstock.model.errors import OffsetExpired, PenstockError
+from penstock.model.errors import Fenced, OffsetExpired, PenstockError
 
 
 class Dispatcher:
@@ -75,9 +75,14 @@ class Dispatcher:
                 del self._inboxes[group, member]
 
     def join(self, name: str, member_id: str, max_inflight: int, tenant: str) -> Inbox:
-        """A consumer of a tenant begins to receive."""
+        """A consumer of a tenant begins to receive; one that is there under its name gets no more."""
         group = self.groups[name]
-        member = group.join(member_id, max_inflight)
+        former = self._inboxes.get((name, member_id))
+        if former is not None:
+            words = f"another consumer joined {name!r} as {member_id!r}"
+            former.stop(Fenced(f"{words}; this one gets no more"))
+            self.windows.left(former.member)
+        member = group.join(member_id, max_inflight, self._runtime.now())
         self.windows.joined(member, tenant, max_inflight)
         inbox = self._inboxes[name, member_id] = Inbox(group, member, self._leave)
         self.pump(group)
@@ -105,10 +110,12 @@ class Dispatcher:
         return LeasedBatch(group, lease, batches[0], self._runtime.now, self.touched)
 
     def _leave(self, inbox: Inbox) -> None:
-        group = inbox.group
-        self._inboxes.pop((group.name, inbox.member.id), None)
-        if group.name in self.groups and inbox.member.id in group.members:
-            group.leave(inbox.member.id, self._runtime.now())
+        # By now group or member may be another of the same name, which stays.
+        group, member = inbox.group, inbox.member
+        if self._inboxes.get((group.name, member.id)) is inbox:
+            del self._inboxes[group.name, member.id]
+        if self.groups.get(group.name) is group and group.members.get(member.id) is member:
+            group.leave(member.id, self._runtime.now())
             self.touched(group)
         self.windows.left(inbox.member)
 

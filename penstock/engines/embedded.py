@@ -189,8 +189,11 @@ class EmbeddedEngine:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await self.dispatcher.close(closed)
             await self.housekeeper.close()
-            await self.runtime.read(self._release)
-            self.runtime.close()
+            try:
+                # Behind whatever the writer still does: the journal is cut to its length here.
+                await self.runtime.write(self._release)
+            finally:
+                self.runtime.close()
 
     def _release(self) -> None:
         try:

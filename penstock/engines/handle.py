@@ -110,6 +110,7 @@ class Inbox:
         self._waiting: deque[LeasedBatch] = deque()
         self._getter: asyncio.Future[None] | None = None
         self._stopped: PenstockError | None = None
+        self._left = False
 
     def put(self, delivery: LeasedBatch) -> None:
         """Something arrived."""
@@ -142,7 +143,10 @@ class Inbox:
 
     def leave(self) -> None:
         """Leave the group; what was not settled returns to it."""
+        if self._left:
+            return
+        self._left = True
         if self._stopped is None:
             self._stopped = BusClosed("the subscription is closed; subscribe again")
-            self._leave(self)
-            self._ring()
+        self._leave(self)
+        self._ring()

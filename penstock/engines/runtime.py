@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import threading
@@ -19,6 +20,9 @@ from typing import TypeVar, TypeVarTuple
 from penstock.engines.kernel_sync import KernelSync
 
 log = logging.getLogger("penstock.engine")
+
+# Refusals that last; others mean that the system is busy just now.
+NO_SUCH_CALL = frozenset({errno.EINVAL, errno.ENOSYS, errno.EPERM})
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
@@ -117,16 +121,23 @@ class Runtime:
 
     async def sync(self, descriptor: int) -> None:
         """Have an open file's bytes on stable storage; raises OSError when they may not be."""
-        try:
-            if self._kernel is None:
-                self._kernel = KernelSync(asyncio.get_running_loop())
-            synced = self._kernel.sync(descriptor)
-        except (OSError, NotImplementedError) as error:  # of asking: no such call, loop or file
-            log.info("syncs take a thread: the system has no others", extra={"why": str(error)})
-            self.syncs_alone = False
+        synced = self._ask_kernel(descriptor)
+        if synced is None:
             await self.write(os.fdatasync, descriptor)
         else:
             await synced
+
+    def _ask_kernel(self, descriptor: int) -> asyncio.Future[None] | None:
+        """A sync that is under way; None when the system does not take it, now or ever."""
+        try:
+            if self._kernel is None:
+                self._kernel = KernelSync(asyncio.get_running_loop())
+            return self._kernel.sync(descriptor)
+        except (OSError, NotImplementedError) as error:
+            if self._kernel is None or getattr(error, "errno", None) in NO_SUCH_CALL:
+                log.info("syncs take a thread: the system has no others", extra={"why": str(error)})
+                self.syncs_alone = False
+            return None
 
     async def read(self, function: Callable[[*Args], T], *args: *Args) -> T:
         """Run on one of the readers' threads."""

@@ -90,9 +90,11 @@ class Writer:
     async def _write_then_sync(self, commit: Commit, descriptor: int) -> None:
         began = time.perf_counter()
         self._journal.write(commit, sync=False)
-        self._writes.took(time.perf_counter() - began)
+        took_s = time.perf_counter() - began
         try:
             await self._runtime.sync(descriptor)
+            began = time.perf_counter()
             self._journal.harden(commit.end)
         except OSError as error:
             raise self._journal.fail(error) from error
+        self._writes.took(took_s + time.perf_counter() - began)

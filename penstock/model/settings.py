@@ -54,7 +54,7 @@ class Durability(Group, frozen=True):
         int,
         Meta(ge=0, le=100_000),
         about(
-            "While the disk syncs small commits faster than this, the event loop itself waits for them, which is quickest; 0: never. The loop of a broker never waits."
+            "While the disk syncs small commits faster than this, the event loop itself waits for them, which is quickest; 0: never. The loop of a broker never waits for a sync."
         ),
     ] = 1_000
 

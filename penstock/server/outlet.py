@@ -81,7 +81,8 @@ class QueueOutlet:
         if not isinstance(error, PenstockError):
             log.error("a feed failed", exc_info=error, extra={"group": self.wanted.group})
             error = PenstockError(f"the broker failed: {error!r}")
-        self._session.stopped(self._feed, error)
+        if self._session.feeds.get(self._feed) is self:  # not one that was opened meanwhile
+            self._session.stopped(self._feed, error)
 
     async def adopt(self, held: list[Held]) -> dict[int, list[int]]:
         """Take up what the client held before the broker was restarted."""

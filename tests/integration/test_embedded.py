@@ -1037,3 +1037,43 @@ async def test_group_info_tells_lag_and_outstanding(mem) -> None:
         info = await mem.groups.info("g")
         assert (info.lag, info.members != []) == (9, True)
     assert (await mem.groups.info("g")).members == []
+
+
+# -- members that fail ----------------------------------------------------------------------------
+
+
+async def test_a_member_that_cannot_read_leaves_its_group_and_its_successor_stays(mem) -> None:
+    """Found by review: it stayed as a ghost, and when its successor left the writer died."""
+    await mem.publish("orders", b"1")
+    first = mem.subscribe("orders", group="g", member="m")
+    await first.open()
+    group = engine(mem).dispatcher.groups["g"]
+    first._feed.stop(penstock.errors.Corrupted("unreadable", path="a", position=0))
+    second = await mem.subscribe("orders", group="g", member="m").open()
+    successor = group.members["m"]
+    await first.close()
+    assert group.members == {"m": successor}
+    event = await second.get(timeout_s=10)
+    assert event.payload == b"1"
+    await event.ack()
+    second._feed.stop(penstock.errors.Corrupted("unreadable", path="a", position=0))
+    await second.close()
+    assert group.members == {}
+    await mem.publish("orders", b"2")
+    assert [event.payload for event in await drain(mem, "orders", "g")] == [b"2"]
+
+
+async def test_who_joins_under_the_name_of_another_takes_its_place(mem) -> None:
+    await mem.publish("orders", b"1")
+    async with mem.subscribe("orders", group="g", member="m") as first:
+        held = await first.get(timeout_s=10)
+        async with mem.subscribe("orders", group="g", member="m") as second:
+            again = await second.get(timeout_s=10)
+            assert (again.payload, again.attempt) == (held.payload, 2)
+            with pytest.raises(penstock.Fenced, match="another consumer joined 'g' as 'm'"):
+                await first.get(timeout_s=10)
+            with pytest.raises(penstock.errors.DeliveryError):
+                await held.ack()
+                await mem.flush()
+            await again.ack()
+    assert engine(mem).dispatcher.groups["g"].members == {}

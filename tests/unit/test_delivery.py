@@ -218,6 +218,19 @@ def test_who_leaves_returns_what_it_held_and_only_what_it_saw_counts() -> None:
         machine.ack(lease, 0, 1.0)
 
 
+def test_who_joins_under_a_name_takes_the_place_of_its_former_self() -> None:
+    machine = group(4, credit=2)
+    (lease,) = machine.dispatch(0.0)
+    lease.hand(0, 30.0)
+    successor = machine.join("worker", 10, 1.0)
+    assert (list(machine.members.values()), lease.open) == ([successor], 0)
+    leases = machine.dispatch(1.0)
+    assert {each.member for each in leases} == {successor}
+    assert {each.start: each.attempt for each in leases} == {0: 2, 1: 1, 2: 1}
+    machine.leave("worker", 2.0)
+    assert machine.dispatch(2.0) == []  # nobody is left, the former self neither
+
+
 def test_a_reset_fences_whoever_holds_something() -> None:
     machine = group(5)
     out = handed(machine, 0.0)

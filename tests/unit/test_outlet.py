@@ -11,9 +11,11 @@ from penstock.core.entry import GroupSpec
 from penstock.core.lease import Member
 from penstock.engines.engine import Subscribe
 from penstock.engines.handle import Inbox
-from penstock.model.errors import PenstockError
+from penstock.model.errors import Corrupted, PenstockError
 from penstock.model.event import Identity
 from penstock.server.outlet import QueueOutlet
+
+FEED = 7
 
 
 class Client:
@@ -24,6 +26,7 @@ class Client:
         self.open.set()
         self.ended: list[tuple[int, PenstockError]] = []
         self.link_fails = False
+        self.feeds: dict[int, QueueOutlet] = {}
         self._delivery = 0
 
     @property
@@ -49,7 +52,8 @@ class Outlet(QueueOutlet):
     def __init__(self, client: Client, inbox: Inbox) -> None:
         self.sent: list[Any] = []
         wanted = Subscribe("g", GroupSpec(("t",)), "m", 10, Identity())
-        super().__init__(cast(Any, client), 7, wanted, inbox)
+        super().__init__(cast(Any, client), FEED, wanted, inbox)
+        client.feeds[FEED] = self
 
     def send(self, number: int) -> None:
         leased: Any = self.held[number]
@@ -105,7 +109,7 @@ async def test_a_delivery_that_fails_ends_the_feed_and_nothing_else(
     client.open.set()
     await asyncio.sleep(0.01)
     [(feed, error)] = client.ended
-    assert (feed, "no such number" in error.message) == (7, True)
+    assert (feed, "no such number" in error.message) == (FEED, True)
     assert "a feed failed" in caplog.text
     put(inbox, 5)
     await asyncio.sleep(0.01)
@@ -133,6 +137,31 @@ async def test_whoever_puts_never_hears_of_it(
     await asyncio.sleep(0.01)
     assert left == [inbox, other]
     await outlet.close()
+
+
+async def test_a_feed_that_fails_does_not_end_the_one_that_was_opened_since(inbox: Inbox) -> None:
+    client = Client()
+    outlet = Outlet(client, inbox)
+    put(inbox, ValueError("no such number"))  # heard of in the next turn of the loop
+    await outlet.leave()
+    successor = Outlet(client, Inbox(cast(Any, None), Member("m", 10), lambda inbox: None))
+    await asyncio.sleep(0.01)
+    assert (client.ended, client.feeds) == ([], {FEED: successor})
+    await outlet.close()
+    await successor.close()
+
+
+async def test_a_feed_that_cannot_be_read_leaves_its_group(inbox: Inbox) -> None:
+    left: list[Inbox] = []
+    inbox._leave = left.append
+    client = Client()
+    outlet = Outlet(client, inbox)
+    inbox.stop(Corrupted("the entry fails its checksum", path="a", position=0))
+    await asyncio.sleep(0.01)
+    assert [type(error) for _, error in client.ended] == [Corrupted]
+    assert left == [inbox]
+    await outlet.close()
+    assert left == [inbox]
 
 
 async def test_after_leaving_nothing_goes_out(inbox: Inbox) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 import penstock
 from penstock.engines import kernel_sync, writer
-from penstock.engines.kernel_sync import KernelSync
+from penstock.engines.kernel_sync import KernelSync, _Completion
 from penstock.engines.runtime import Runtime
 from penstock.engines.writer import SLOW_WRITES, STALLED_WRITES, Haste
 from penstock.log.journal import Journal, Watermark
@@ -139,6 +139,117 @@ async def test_nothing_is_answered_before_it_is_synced(
         gate.set()
         await waiting
         assert bus.engine.journal.durable == bus.engine.journal.position
+
+
+class Kernel:
+    """A bus whose small commits wait for a sync that ends when a test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: asyncio.Queue[asyncio.Future[None]] = asyncio.Queue()
+        monkeypatch.setattr(writer, "HELD_UP_S", PATIENCE_S)
+        monkeypatch.setattr(KernelSync, "sync", self._sync)
+
+    def _sync(self, descriptor: int) -> asyncio.Future[None]:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.asked.put_nowait(future)
+        return future
+
+    async def publish(self, bus: penstock.Bus) -> tuple[asyncio.Task[Any], asyncio.Future[None]]:
+        """A publish that waits, and what it waits for."""
+        task = asyncio.create_task(bus.publish("t", b""))
+        synced = await asyncio.wait_for(self.asked.get(), 10)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not task.done()
+        return task, synced
+
+
+async def test_a_publish_waits_for_the_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with penstock.connect(tmp_path, durability__quick_sync_us=0) as bus:
+        for _ in range(SLOW_WRITES):
+            await bus.publish("t", b"")
+        kernel = Kernel(monkeypatch)
+        task, synced = await kernel.publish(bus)
+        assert bus.engine.journal.durable < bus.engine.journal.position
+        synced.set_result(None)
+        assert (await task).offset == SLOW_WRITES
+        task, synced = await kernel.publish(bus)
+        synced.set_exception(OSError(errno.EIO, "Input/output error"))
+        with pytest.raises(WriterFailed, match="could not make events durable"):
+            await task
+
+
+async def test_the_kernel_says_that_a_sync_failed_and_nobody_else_misses_theirs(
+    tmp_path: Path,
+) -> None:
+    loop = asyncio.get_running_loop()
+    kernel = KernelSync(loop)
+    futures = {number: loop.create_future() for number in (101, 102, 103)}
+    kernel._waiting.update(futures)
+    futures[101].cancel()
+    completions = [(101, 0), (102, -errno.EIO), (103, 0)]
+    kernel._tell([_Completion(number, 0, result, 0) for number, result in completions])
+    kernel.close()
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        await futures[102]
+    assert caught.value.errno == errno.EIO
+    assert futures[103].done()
+    assert await futures[103] is None
+    assert not kernel._waiting
+
+
+async def test_a_sync_the_kernel_reports_as_failed_ends_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failed(kernel: KernelSync, completions: list[_Completion]) -> None:
+        tell(kernel, [_Completion(each.number, 0, -errno.EIO, 0) for each in completions])
+
+    tell = KernelSync._tell
+    monkeypatch.setattr(writer, "HELD_UP_S", PATIENCE_S)
+    async with penstock.connect(tmp_path, durability__quick_sync_us=0) as bus:
+        for _ in range(SLOW_WRITES):
+            await bus.publish("t", b"")
+        monkeypatch.setattr(KernelSync, "_tell", failed)
+        with pytest.raises(WriterFailed, match="could not make events durable"):
+            await bus.publish("t", b"")
+
+
+async def test_a_watermark_that_takes_long_counts_as_a_slow_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writers: Writers, loop_thread: str
+) -> None:
+    def slow(watermark: Watermark, *args: Any, **more: Any) -> None:
+        time.sleep(1.5 * PATIENCE_S)
+        publish(watermark, *args, **more)
+
+    publish = Watermark.publish
+    async with penstock.connect(tmp_path, durability__quick_sync_us=0) as bus:
+        await writers.publish(bus, SLOW_WRITES)
+        with monkeypatch.context() as patch:
+            patch.setattr(Watermark, "publish", slow)
+            assert await writers.publish(bus, 1) == {loop_thread}
+        assert await writers.publish(bus, 1) == {THREAD}
+
+
+@pytest.mark.parametrize(
+    ("error", "lasts"), [(errno.EAGAIN, False), (errno.ENOMEM, False), (errno.EINVAL, True)]
+)
+async def test_a_kernel_that_is_busy_once_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writers: Writers, error: int, lasts: bool
+) -> None:
+    def refused(kernel: KernelSync, descriptor: int) -> None:
+        raise OSError(error, os.strerror(error))
+
+    async with penstock.connect(tmp_path, durability__quick_sync_us=0) as bus:
+        await writers.publish(bus, SLOW_WRITES + 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(KernelSync, "sync", refused)
+            await writers.publish(bus, 1)
+            assert writers.beside == 1
+        await writers.publish(bus, 2)
+        assert writers.beside == (0 if lasts else 2)
+        assert len([event async for event in bus.replay("t")]) == SLOW_WRITES + 4
 
 
 async def test_a_sync_that_fails_is_the_end_of_writing(
