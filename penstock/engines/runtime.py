@@ -100,6 +100,8 @@ class Runtime:
         self._kernel: KernelSync | None = None
         self.now: Callable[[], float] = time.monotonic
         """Seconds on a clock that never jumps; the loop's own once an engine runs on it."""
+        self.stopwatch: Callable[[], float] = time.perf_counter
+        """Seconds that show how long a call held up the loop, whose own clock stands still meanwhile."""
         self._writer = Worker("penstock-writer")
         self._readers = ThreadPoolExecutor(4, thread_name_prefix="penstock-reader")
 

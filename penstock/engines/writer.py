@@ -6,8 +6,6 @@ the kernel meanwhile; where a program allows it, and while the disk is quick, th
 
 from __future__ import annotations
 
-import time
-
 from penstock.engines.runtime import Runtime
 from penstock.log.journal import Commit, Journal
 from penstock.model.settings import Durability
@@ -71,7 +69,7 @@ class Writer:
             # With `interval` a thread syncs meanwhile: both are the writer's, one after the other.
             await self._runtime.write(self._write, commit)
             return
-        began = time.perf_counter()
+        began = self._runtime.stopwatch()
         descriptor = self._journal.descriptor
         if self._syncs.quick:
             self._write(commit)
@@ -80,7 +78,7 @@ class Writer:
         else:
             await self._runtime.write(self._write, commit)
             self._writes.took(0.0)
-        self._syncs.took(time.perf_counter() - began)
+        self._syncs.took(self._runtime.stopwatch() - began)
 
     def _write(self, commit: Commit) -> None:
         self._journal.write(commit, sync=self._fsync == "always")
@@ -88,13 +86,13 @@ class Writer:
             self._journal.publish(commit.end)
 
     async def _write_then_sync(self, commit: Commit, descriptor: int) -> None:
-        began = time.perf_counter()
+        began = self._runtime.stopwatch()
         self._journal.write(commit, sync=False)
-        took_s = time.perf_counter() - began
+        took_s = self._runtime.stopwatch() - began
         try:
             await self._runtime.sync(descriptor)
-            began = time.perf_counter()
+            began = self._runtime.stopwatch()
             self._journal.harden(commit.end)
         except OSError as error:
             raise self._journal.fail(error) from error
-        self._writes.took(took_s + time.perf_counter() - began)
+        self._writes.took(took_s + self._runtime.stopwatch() - began)

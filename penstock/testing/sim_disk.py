@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from penstock.log.pages import os_error
 from penstock.model.errors import FolderLocked
+from penstock.testing.sim_file import SimFile, SimLock
 from penstock.testing.sim_inode import SimInode
 from penstock.testing.sim_names import Names, SimNames
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from penstock.log.disk import Bytes
 
 UNLIMITED_BYTES = 1 << 40  # what a disk without a set capacity has: more than any run writes
 
@@ -53,86 +53,6 @@ class Faults:
     slow_s: float = 0.25
     torn: float = 0.1  # per surviving sector at a crash
     lost: float | None = None  # per unsynced sector and name at a crash; None draws it per crash
-
-
-class SimFile:
-    """A `File` on a `SimDisk`."""
-
-    __slots__ = ("_disk", "_end", "_inode", "_open", "_writable")
-    descriptor = None
-
-    def __init__(self, disk: SimDisk, inode: SimInode, *, write: bool) -> None:
-        self._disk = disk
-        self._inode = inode
-        self._end = inode.pages.length
-        self._writable = write
-        self._open = True
-
-    def append(self, parts: Sequence[Bytes]) -> None:
-        # Like pwritev, a full disk or a power cut may leave a front part of it.
-        self._need(write=True)
-        start, data = self._end, b"".join(parts)
-        self._end = start + self._disk.put(self._inode, start, data)
-        if self._end < start + len(data):
-            raise os_error(errno.ENOSPC)
-
-    def append_durably(self, parts: Sequence[Bytes]) -> None:
-        self.append(parts)
-        self.sync()
-
-    def write_at(self, offset: int, data: Bytes) -> None:
-        self._need(write=True)
-        if self._disk.put(self._inode, offset, bytes(data)) < len(data):
-            raise os_error(errno.ENOSPC)
-
-    def read(self, offset: int, size: int) -> memoryview:
-        self._need()
-        return self._inode.pages.read(offset, size)
-
-    def sync(self) -> None:
-        self._need()
-        self._disk.sync(self._inode)
-
-    def allocate(self, size: int) -> None:
-        self._need(write=True)
-        if size > self._inode.pages.length:
-            self._disk.resize(self._inode, size)
-
-    def truncate(self, size: int) -> None:
-        self._need(write=True)
-        self._disk.resize(self._inode, size)
-        self._end = size
-
-    def size(self) -> int:
-        self._need()
-        return self._inode.pages.length
-
-    def rest(self, offset: int, size: int) -> None:
-        """What is in memory stays there."""
-
-    def written(self, start: int) -> Sequence[tuple[int, int]]:
-        return [(start, self.size())]
-
-    def close(self) -> None:
-        self._disk.check_power()
-        self._open = False
-
-    def _need(self, *, write: bool = False) -> None:
-        self._disk.check_power()
-        if not self._open or (write and not self._writable):
-            raise os_error(errno.EBADF)
-
-
-class SimLock:
-    """The held lock of a `SimDisk`; a crash lets go of it."""
-
-    def __init__(self, disk: SimDisk) -> None:
-        self._disk = disk
-
-    def release(self) -> None:
-        self._disk.check_power()
-        if self._disk.holder is self:
-            self._disk.holder = None
 
 
 class SimDisk:
@@ -170,6 +90,7 @@ class SimDisk:
         self._inodes = 0
         self._used_bytes = 0
         self._names = SimNames()
+        self._opened: dict[int, SimInode] = {}
 
     def open(self, path: str, *, create: bool = False, write: bool = False) -> SimFile:
         self.check_power()
@@ -180,7 +101,13 @@ class SimDisk:
             live.spot(path)  # the folder must be there
             self._inodes += 1
             self._rename(_parent(path), [(path, SimInode(self._inodes))])
-        return SimFile(self, live.get(path), write=create or write)
+        inode = live.get(path)
+        self._opened[inode.number] = inode
+        return SimFile(self, inode, write=create or write)
+
+    def opened(self, descriptor: int) -> SimInode:
+        """The file that was opened as this, as the system would know it."""
+        return self._opened[descriptor]
 
     def list(self, folder: str) -> list[str]:
         self.check_power()

@@ -76,6 +76,7 @@ class LoopRuntime(Runtime):
     def __init__(self) -> None:
         super().__init__()
         self.syncs_alone = False
+        self.stopwatch = lambda: asyncio.get_running_loop().time()
         self._lane = ThreadPoolExecutor(1, "penstock-lane")
 
     async def write(self, function: Callable[[*Args], T], *args: *Args) -> T:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import penstock.log.frame as frame_module
 import penstock.log.side as side_module
 from penstock.engines import housekeeping
+from penstock.engines.runtime import Runtime
+from penstock.engines.writer import Writer
 from penstock.log.disk import File
 from penstock.log.journal import Commit, Journal, file_bases, file_name
 from penstock.log.manifest import Manifest
 from penstock.log.recovery import Recovery
 from penstock.log.snapshot import DEDUP, Fold
 from penstock.testing.simulation.mutant import Deaf, Mutant
+from penstock.testing.simulation.world import SimRuntime
 
 
 def _skip_fsync(original: Any) -> Any:
@@ -23,6 +27,22 @@ def _skip_fsync(original: Any) -> Any:
         self._watermark.publish(commit.end, self.epoch)
 
     return write
+
+
+def _skip_kernel_sync(original: Any) -> Any:
+    async def write_then_sync(self: Writer, commit: Commit, descriptor: int) -> None:
+        self._journal.write(commit, sync=False)
+        self._journal.harden(commit.end)
+
+    return write_then_sync
+
+
+def _ignore_failed_kernel_sync(original: Any) -> Any:
+    async def sync(self: Runtime, descriptor: int) -> None:
+        with contextlib.suppress(OSError):
+            await original(self, descriptor)
+
+    return sync
 
 
 def _early_watermark(original: Any) -> Any:
@@ -112,9 +132,9 @@ def _no_checksum(original: Any) -> Any:
 
 
 def _unsynced_side(original: Any) -> Any:
-    def write_file(disk: Any, path: str, parts: Any) -> None:
+    def write_file(disk: Any, path: str, parts: Any, *, paced: bool = False) -> None:
         file = disk.open(path, create=True)
-        file.append(parts)
+        file.append(list(parts))
         file.close()
         disk.sync_dir(path.rpartition("/")[0])
 
@@ -130,6 +150,8 @@ def _ignore_hole(original: Any) -> Any:
 
 STORAGE_MUTANTS = (
     Mutant("skip-fsync", "what was acknowledged is durable", Journal, "write", _skip_fsync),
+    Mutant("skip-kernel-sync", "what the kernel syncs is acknowledged when it has", Writer, "_write_then_sync", _skip_kernel_sync),
+    Mutant("ignore-failed-kernel-sync", "a failed sync of the kernel's is fatal too", SimRuntime, "sync", _ignore_failed_kernel_sync),
     Mutant("early-watermark", "readers see durable events only", Journal, "write", _early_watermark),
     Mutant("drop-dedup", "a token is remembered over restarts", Fold, "_pieces", _drop_dedup),
     Mutant("skip-name-sync", "a new journal file's name is durable", Journal, "_roll", _deaf_roll),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from typing import Any
 
@@ -46,10 +47,13 @@ MAX_LIVES = 400  # a seed that needs more is not getting anywhere
 class SimRuntime(LoopRuntime):
     """The engine's seam to the world, with the seed's clock and dice. `SimLoop` runs the threads."""
 
-    def __init__(self, clock: SimClock, rng: Random) -> None:
+    def __init__(self, clock: SimClock, rng: Random, disk: SimDisk) -> None:
         super().__init__()
+        self.syncs_alone = True
         self._clock = clock
         self._rng = rng
+        self._disk = disk
+        self._kernel_lane = ThreadPoolExecutor(1, "kernel")
 
     def wall_us(self) -> int:
         """What the machine believes the time is."""
@@ -58,6 +62,12 @@ class SimRuntime(LoopRuntime):
     def entropy(self, count: int) -> bytes:
         """Bytes from the seed."""
         return self._rng.randbytes(count)
+
+    async def sync(self, descriptor: int) -> None:
+        """As the kernel does it beside the loop: some time later, and the power may fail before."""
+        inode = self._disk.opened(descriptor)
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._kernel_lane, self._disk.sync, inode)
 
 
 class SimBus(Bus):
@@ -121,7 +131,7 @@ class World:
 
     def runtime(self) -> SimRuntime:
         """Threads, clock and dice for one engine."""
-        return SimRuntime(self.clock, self.rng)
+        return SimRuntime(self.clock, self.rng, self.disk)
 
     # -- the whole seed ------------------------------------------------------------------------
 
