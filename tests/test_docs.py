@@ -21,6 +21,8 @@ import pytest
 import penstock
 from penstock.log import frame
 from penstock.model import batch, errors
+from penstock.model.settings import Settings
+from penstock.testing.broker_process import BrokerProcess
 
 ROOT = Path(penstock.__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -67,6 +69,14 @@ def environment(folder: Path) -> dict[str, str]:
     return clean | {"PYTHONPATH": str(ROOT), "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
 
 
+def put_command(folder: Path) -> None:
+    """The real command, under the name that documents call it by."""
+    shim = folder / "bin" / "penstock"
+    shim.parent.mkdir()
+    shim.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m penstock.cli "$@"\n')
+    shim.chmod(0o755)
+
+
 def run_program(words: list[str], folder: Path) -> str:
     done = subprocess.run(
         words, cwd=folder, env=environment(folder), capture_output=True, text=True,
@@ -107,15 +117,46 @@ async def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
 def test_bash_blocks_run(page: Path, tmp_path: Path) -> None:
     """Bash blocks marked `# test` run through the real command."""
     blocks = [each for each in blocks_of(page) if each.kind == "bash"]
-    shim = tmp_path / "bin" / "penstock"
-    shim.parent.mkdir()
-    shim.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m penstock.cli "$@"\n')
-    shim.chmod(0o755)
+    put_command(tmp_path)
     for block in blocks:
         if block.code.startswith("# test\n"):
             printed = run_program(["bash", "-euo", "pipefail", "-c", block.code], tmp_path)
             if block.expected is not None:
                 assert printed == block.expected, f"{page.name}:{block.line}"
+
+
+async def test_the_broker_tour_of_the_readme(tmp_path: Path) -> None:
+    """Row Y13: its commands, on free ports, with a handler that fails so that there is a dead letter."""
+    [tour] = [each.code for each in blocks_of(ROOT / "README.md") if "penstock up" in each.code]
+    up, publish, *looks = [line.partition("  #")[0].strip() for line in tour.splitlines()]
+    assert up == "penstock up ./shop"
+    put_command(tmp_path)
+
+    with BrokerProcess(tmp_path / "shop").start() as broker:
+
+        async def run(line: str) -> str:
+            there = line.replace("penstock://127.0.0.1", broker.url())
+            there = there.replace(Settings().server.http, f"127.0.0.1:{broker.ports['http']}")
+            assert there != line, "it names the broker"
+            return await asyncio.to_thread(run_program, ["bash", "-euc", there], tmp_path)
+
+        async with penstock.connect(broker.url()) as bus:
+            once = penstock.Retry(ladder_ms=(), max_attempts=1)
+
+            @bus.handler("orders.created.*", group="billing", retry=once)
+            async def bill(order: dict[str, int]) -> None:
+                raise ValueError(f"no paper for order {order['id']}")
+
+            await bus.ready()
+            assert await run(publish) == "orders.created.web/0/0\n"
+            async with asyncio.timeout(DEADLINE_S):
+                while not await bus.dead_letters.list():
+                    await asyncio.sleep(0.02)
+        letters, verdict, metrics = [await run(look) for look in looks]
+    assert "billing" in letters
+    assert "no paper for order 9" in letters
+    assert "the chain is whole" in verdict
+    assert re.search(r"^penstock_dead_letters_kept 1\b", metrics, re.MULTILINE)
 
 
 def test_the_runner_notices(tmp_path: Path) -> None:

@@ -1,12 +1,14 @@
 """`penstock dlq`: dead letters, looked at, sent back, made by hand and purged.
 
 Every change has an actor and a reason for the audit trail; a broker that is shown a token knows the
-actor. Replay wants the original consumer and
+actor, and without a token it is whoever runs the command. Replay wants the original consumer and
 topic restated and `--confirm REPLAY`; purge wants `--confirm PURGE`.
 """
 
 from __future__ import annotations
 
+import os
+import pwd
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -35,7 +37,7 @@ def command() -> None:
 
 def _audited(function: F) -> F:
     options: list[Callable[[F], F]] = [
-        click.option("--actor", default="", callback=_actor, help="Who does it, for the audit trail. With a token (client.token) the broker knows; else required."),
+        click.option("--actor", default="", callback=_actor, help="Who does it, for the audit trail. With a token (client.token) the broker knows; else `local:` and your name on this machine."),
         click.option("--reason", "--mutation-reason", "reason", required=True, help="Why, for the audit trail."),
     ]  # fmt: skip
     for option in reversed(options):
@@ -44,12 +46,22 @@ def _audited(function: F) -> F:
 
 
 def _actor(context: click.Context, option: click.Parameter, stated: str) -> str:
-    """Who does it; empty where the broker knows it from the token."""
+    """Who does it; empty where the broker knows it from the token.
+
+    A name that nobody proved says so: `local:` is what this machine claims.
+    """
     invocation = context.ensure_object(Invocation)
     known = is_broker(invocation.url) and invocation.settings().client.token
-    if not stated and not known:
-        raise click.BadParameter("say who does it; only a token (client.token) tells a broker who you are", ctx=context, param=option)  # fmt: skip
-    return stated
+    return stated or ("" if known else f"local:{system_user()}")
+
+
+def system_user() -> str:
+    """Who runs this, as the system knows it; the environment could say anything."""
+    number = os.getuid()
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:  # as in a container that was given a number only
+        return str(number)
 
 
 def _ids(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> list[str]:

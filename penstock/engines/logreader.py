@@ -197,14 +197,19 @@ class LogGroup:
         self._alarm: asyncio.TimerHandle | None = None
 
     def join(self, member: str) -> LogReader:
-        """A consumer begins to read."""
+        """A consumer begins to read; one that is there under its name gets no more."""
+        former = self.readers.get(member)
+        if former is not None:
+            words = f"another consumer joined {self.name!r} as {member!r}"
+            former.stop(Fenced(f"{words}; this one gets no more"))
         reader = self.readers[member] = LogReader(member, self)
         self._tell(self.rebalance.join(member, self.runtime.now()))
         return reader
 
     def left(self, reader: LogReader) -> None:
-        """A consumer is gone."""
-        if self.readers.pop(reader.member, None) is not None:
+        """A consumer is gone; by now another may have its name, which stays."""
+        if self.readers.get(reader.member) is reader:
+            del self.readers[reader.member]
             self._tell(self.rebalance.leave(reader.member, self.runtime.now()))
 
     def returned(self, reader: LogReader, places: list[Place]) -> None:

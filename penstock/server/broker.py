@@ -108,7 +108,7 @@ class Connection:
 
     def fault(self, request: int, error: PenstockError) -> None:
         """Answer with an error; who goes on breaking the protocol is cut off."""
-        self._broker.tally.frame_error(error.code)
+        self._broker.failed(error)
         self.link.send(Frame(Kind.FAULT, request, encode(to_fault(error))))
         self._violations += isinstance(error, ProtocolViolation)
         if self._violations > MAX_VIOLATIONS:
@@ -173,6 +173,10 @@ class Broker:
         self.connections.add(connection)
         self.tally.connection(1)
         return connection
+
+    def failed(self, error: Exception) -> None:
+        """Count a request that is answered with an error, or what a transport could not read."""
+        self.tally.frame_error(to_fault(error).code)
 
     def disconnected(self, connection: Connection, reason: str) -> None:
         """A connection is gone; its session waits, if it may."""
@@ -275,10 +279,6 @@ class Broker:
         self.tally.delivered(
             batch.tenant, batch.topic, events, size[batch.count] - size[0], waited_s
         )
-
-    def failed(self, kind: int, error: PenstockError) -> None:
-        """Count a request that was answered with an error."""
-        self.tally.frame_error(error.code)
 
     async def join(self, wanted: Wanted) -> QueueFeed | LogFeed:
         """Join a group; who comes again under its name takes the place of its former self.

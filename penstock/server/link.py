@@ -34,6 +34,30 @@ class Link(Protocol):
         ...
 
 
+class Connection(Protocol):
+    """What the broker gives for a link."""
+
+    def received(self, frame: Frame) -> None:
+        """A frame arrived."""
+        ...
+
+    def lost(self, reason: str) -> None:
+        """The connection is gone; called once for each connection, closed or broken."""
+        ...
+
+
+class Connections(Protocol):
+    """What a transport asks of the broker."""
+
+    def connected(self, link: Link) -> Connection:
+        """A connection for a link; raises when there are too many."""
+        ...
+
+    def failed(self, error: Exception) -> None:
+        """Count what a transport answers with an error because it could not read or take it."""
+        ...
+
+
 def peer_of(transport: asyncio.Transport) -> tuple[str, bool]:
     """Where a client is, and whether that is this host."""
     name = transport.get_extra_info("peername")

@@ -10,20 +10,17 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from penstock.core.entry import GroupSpec
 from penstock.core.retry import Retry
 from penstock.model.batch import EventBatch
 from penstock.model.errors import NotLeased, ProtocolViolation
 from penstock.model.settings import Settings
-from penstock.server.link import Link
+from penstock.server.link import Connection, Link
 from penstock.wire import message as say
 from penstock.wire import oldcommand as old
 from penstock.wire.frame import Frame, Kind
-
-if TYPE_CHECKING:
-    from penstock.server.tcp_link import Connection
 
 # A tag is delivery and index in one number. No batch has more events than 2^24.
 INDEX_BITS = 24

@@ -192,12 +192,11 @@ class Session:
         kind, request = frame.kind, frame.request
         try:
             answer = await handler(frame)
-        except PenstockError as error:
-            answer = Frame(Kind.FAULT, request, encode(to_fault(error)))
-            self._broker.failed(kind, error)
         except Exception as error:
-            log.exception("request failed", extra={"session": self.id, "kind": kind})
+            if not isinstance(error, PenstockError):
+                log.exception("request failed", extra={"session": self.id, "kind": kind})
             answer = Frame(Kind.FAULT, request, encode(to_fault(error)))
+            self._broker.failed(error)
         self._working.pop(request, None)
         if kind != Kind.READ and self.hello.resumable:  # asked again, it reads again
             self._answers.keep(answer)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Protocol
 
 from penstock.model.errors import InvalidSettings
 from penstock.model.settings import Settings
 from penstock.server.fastpath import FastPath
-from penstock.server.link import Link
-from penstock.server.tcp_link import HANDSHAKE_S, LINGER_S, Connection, TcpLink
+from penstock.server.link import Connections
+from penstock.server.tcp_link import HANDSHAKE_S, LINGER_S, TcpLink
 from penstock.server.tls import server_tls
 from penstock.wire.stream import SCRATCH_BYTES
 
@@ -17,14 +16,6 @@ BACKLOG = 512
 # Connections that are still shaking hands, beyond server.max_connections.
 MAX_STRANGERS = 256
 LOOK_AGAIN_S = 0.01
-
-
-class Connections(Protocol):
-    """What this transport asks of the broker."""
-
-    def connected(self, link: Link) -> Any:
-        """A Connection for a link; raises when there are too many."""
-        ...
 
 
 class TcpServer:
@@ -75,11 +66,6 @@ class TcpServer:
         for link in list(self.links):
             link.abort("the broker stops")
         await server.wait_closed()
-
-    def connected(self, link: Link) -> Connection:
-        """Show a link to the broker; raises when it takes no more."""
-        connection: Connection = self.broker.connected(link)
-        return connection
 
     @property
     def full(self) -> bool:

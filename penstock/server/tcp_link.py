@@ -16,7 +16,7 @@ from penstock.model.errors import PenstockError, ProtocolViolation
 from penstock.model.settings import Settings
 from penstock.server.expanding import Expansion, Handle, Work
 from penstock.server.fastpath import FastPath
-from penstock.server.link import Link, peer_of
+from penstock.server.link import Connection, Connections, peer_of
 from penstock.server.oldclient import OldClient
 from penstock.wire import oldcommand
 from penstock.wire.fault import to_fault
@@ -57,22 +57,11 @@ LINGER_S = 2.0
 LINGER_BYTES = 4 << 20
 
 
-class Connection(Protocol):
-    """What the broker gives for a link."""
-
-    def received(self, frame: Frame) -> None:
-        """A frame arrived."""
-        ...
-
-    def lost(self, reason: str) -> None:
-        """The connection is gone; called once for each connection, closed or broken."""
-        ...
-
-
 class Host(Protocol):
     """What a link asks of the server that made it."""
 
     settings: Settings
+    broker: Connections
     links: set[TcpLink]
     scratch: bytearray
     fastpath: FastPath | None
@@ -80,10 +69,6 @@ class Host(Protocol):
     @property
     def full(self) -> bool:
         """Whether so many sockets are open that no stranger is let in."""
-        ...
-
-    def connected(self, link: Link) -> Connection:
-        """Show a link to the broker; raises when it takes no more."""
         ...
 
 
@@ -274,7 +259,7 @@ class TcpLink(asyncio.BufferedProtocol):
     def _command(self, message: Message) -> None:
         assert self._old is not None
         if self._connection is None:
-            self._connection = self._old.start(self._server.connected)
+            self._connection = self._old.start(self._server.broker.connected)
             self._greeting = True
             self.hold(True)
         self._old.command(*message)
@@ -282,7 +267,7 @@ class TcpLink(asyncio.BufferedProtocol):
     def _negotiate(self, message: Message) -> None:
         _, body = message
         choice = choose(body, self._settings.max_frame_bytes, marks())
-        self._connection = self._server.connected(self)
+        self._connection = self._server.broker.connected(self)
         self._handle = self._receive
         self._mark = MARKS[choice.mark]
         self._compressor = COMPRESSORS.index(choice.compressor)
@@ -310,6 +295,7 @@ class TcpLink(asyncio.BufferedProtocol):
             try:
                 frame = from_mark(frame)
             except PenstockError as error:
+                self._server.broker.failed(error)
                 self.send(Frame(Kind.FAULT, frame.request, encode(to_fault(error))))
                 return
         assert self._connection is not None
@@ -358,6 +344,7 @@ class TcpLink(asyncio.BufferedProtocol):
         if self._ending:
             return
         fault = to_fault(error)
+        self._server.broker.failed(error)
         log.warning("client refused", extra={"peer": self.peer, "reason": fault.message})
         if self._old is not None:
             self.write(oldcommand.Error(fault.code, fault.message).message())

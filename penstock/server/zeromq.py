@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 from contextlib import ExitStack
-from typing import Any, Protocol
 
 from penstock.engines.zmq_library import Context, Socket, zmq
 from penstock.engines.zmq_outbox import COPY_BELOW_BYTES, ZmqOutbox
@@ -18,7 +17,7 @@ from penstock.engines.zmq_pump import NOBLOCK, Pump
 from penstock.model.errors import PenstockError, ProtocolViolation
 from penstock.model.settings import Settings
 from penstock.server.curve import Gate
-from penstock.server.link import Link
+from penstock.server.link import Connections
 from penstock.server.zmq_link import LINGER_S, RouterLink
 from penstock.server.zmq_listener import bind, configure, is_loopback
 from penstock.server.zmq_peers import STRANGER_BYTES, Peer, Peers
@@ -37,14 +36,6 @@ PARTS_PER_TURN = 1_024
 MAX_VIOLATIONS = 16
 # The sign that a connection ended overtakes its last messages; they get this long to arrive.
 LAST_MESSAGES_S = 0.01
-
-
-class Connections(Protocol):
-    """What this transport asks of the broker."""
-
-    def connected(self, link: Link) -> Any:
-        """A connection for a link, with `received` and `lost`; raises when there are too many."""
-        ...
 
 
 class ZmqServer:
@@ -159,6 +150,7 @@ class ZmqServer:
             link.received(frame)
         except Exception as error:
             log.exception("the broker failed on a frame", extra={"peer": link.peer})
+            self.broker.failed(error)
             link.send(Frame(Kind.FAULT, frame.request, encode(to_fault(error))))
             link.end("the broker failed on a frame")
 
@@ -174,6 +166,7 @@ class ZmqServer:
         self, identity: bytes, message: list[Bytes], part: zmq.Frame, error: PenstockError
     ) -> None:
         """Answer a message that is no frame; who goes on sending such is cut off."""
+        self.broker.failed(error)
         link = self.links.get(identity)
         source = self._source(part) if link is None else link.source
         source.messages += 1
@@ -213,6 +206,7 @@ class ZmqServer:
         try:
             link.connection = self.broker.connected(link)
         except PenstockError as error:
+            self.broker.failed(error)
             link.send(Frame(Kind.FAULT, request, encode(to_fault(error))))
             link.end(error.message)
         return link

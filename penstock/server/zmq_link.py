@@ -83,6 +83,7 @@ class RouterLink:
                     "this one was not taken. Wait for some, then send it again",
                     retry_after_s=RETRY_AFTER_S,
                 )
+                self._server.broker.failed(error)
                 self.send(Frame(Kind.FAULT, frame.request, encode(to_fault(error))))
                 return
             if frame.request not in self._unanswered:

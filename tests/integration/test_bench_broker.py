@@ -34,6 +34,7 @@ NAMES = [
     "broker-consumers",
     "neighbour",
     "large",
+    "fuzzed",
     "matrix",
     "batch-cost",
 ]
@@ -132,6 +133,13 @@ async def test_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broker_fair, "LARGE_BYTES", 2 * MIB)
     extra = (await measured("large", tmp_path)).extra
     assert extra["large"] >= 1
+    assert extra["p99_ratio"] > 0
+
+
+async def test_fuzzed(tmp_path: Path) -> None:
+    """T1, Q1: the publisher that is timed sees no error, or the case would have raised."""
+    extra = (await measured("fuzzed", tmp_path)).extra
+    assert 0 < extra["hung_up"] <= extra["connections"]
     assert extra["p99_ratio"] > 0
 
 

@@ -53,7 +53,8 @@ PATIENT = penstock.Retry(ladder_ms=(0,), max_attempts=50)
 CORPUS = Path(__file__).resolve().parent.parent / "fuzz" / "corpus" / "connection"
 SESSION_S = 3.0
 SECRET = "a secret of this test, as long as it has to be"
-# Twice is what a bench asks for on a quiet machine; here others may be at work beside us.
+# Twice is what the bench case `fuzzed` asks for on a quiet machine; here others may be at work
+# beside us.
 GENEROUS = 10.0
 LEAST_S = 0.5
 

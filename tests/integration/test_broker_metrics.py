@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import socket
 import urllib.request
 from pathlib import Path
 
 import pytest
+import zmq
 
 import penstock
 from penstock.testing.broker_process import BrokerProcess
+from penstock.wire.frame import Frame, Kind
+from penstock.wire.message import Fault, decode
+from penstock.wire.negotiation import offer
+from penstock.wire.stream import encode_message
 
 TOPIC = "orders.created.v1.acme"
 PAIR = f'{{tenant="acme",topic="{TOPIC}"}}'
@@ -73,3 +79,46 @@ async def test_figures_after_known_work(tmp_path: Path) -> None:
         'penstock_group_lag_events{group="g"}': 0,
     }
     assert {name: found.get(name) for name in expected} == expected
+
+
+# No frame at all; a command nobody knows, after a proper beginning; a frame that claims 4 GB.
+BROKEN_BYTES = {
+    "http": b"GET / HTTP/1.1\r\n\r\n",
+    "unknown": offer() + encode_message(0x77, b"what is this"),
+    "huge": offer() + b"\x01\xff\xff\xff\xff",
+}
+
+
+def say_over_tcp(port: int, data: bytes) -> bytes:
+    """Send bytes and read until the broker hangs up."""
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+        connection.sendall(data)
+        answer = b""
+        while more := connection.recv(65_536):
+            answer += more
+    return answer
+
+
+def say_over_zmq(port: int, message: list[bytes]) -> Fault:
+    """Send a message of parts and take the error it is answered with."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as client:
+        client.set(zmq.LINGER, 0)
+        client.set(zmq.RCVTIMEO, 30_000)
+        client.connect(f"tcp://127.0.0.1:{port}")
+        client.send_multipart(message)
+        frame = Frame.of_multipart(client.recv_multipart())
+    assert frame.kind == Kind.FAULT
+    fault: Fault = decode(frame.meta, Fault)
+    return fault
+
+
+def test_what_is_no_frame_is_counted(tmp_path: Path) -> None:
+    """Row X10: each is counted once, whichever transport could not read it."""
+    counted = 'penstock_frame_errors_total{code="connection.protocol"}'
+    with BrokerProcess(tmp_path / "data").start() as broker:
+        for number, (name, data) in enumerate(BROKEN_BYTES.items(), 1):
+            assert b"connection.protocol" in say_over_tcp(broker.ports["tcp"], data), name
+            assert scrape(broker)[counted] == number, name
+        fault = say_over_zmq(broker.ports["zmq"], [b"no envelope"])
+        assert fault.code == "connection.protocol"
+        assert scrape(broker)[counted] == len(BROKEN_BYTES) + 1

@@ -1077,3 +1077,23 @@ async def test_who_joins_under_the_name_of_another_takes_its_place(mem) -> None:
                 await mem.flush()
             await again.ack()
     assert engine(mem).dispatcher.groups["g"].members == {}
+
+
+async def test_a_reader_that_leaves_late_does_not_take_its_successor_with_it(mem) -> None:
+    """A member of a log group is known by itself, not by its name."""
+    await mem.publish("orders", b"1")
+    first = await mem.subscribe("orders", group="g", mode="log", member="m").open()
+    assert (await first.get(timeout_s=10)).payload == b"1"
+    waiting = asyncio.create_task(first.get(timeout_s=30))
+    async with mem.subscribe("orders", group="g", mode="log", member="m") as second:
+        assert (await second.get(timeout_s=10)).payload == b"1"
+        with pytest.raises(penstock.Fenced, match="another consumer joined 'g' as 'm'"):
+            await waiting
+        group = engine(mem).groups.logs["g"]
+        group.left(first._feed)  # however late it comes
+        await first.close()
+        assert list(group.readers) == group.rebalance.members == ["m"]
+        await mem.publish("orders", b"2")
+        assert (await second.get(timeout_s=10)).payload == b"2"
+        await second.commit()
+    assert group.rebalance.members == []

@@ -70,6 +70,7 @@ class StubBroker:
 
     def __init__(self) -> None:
         self.connections: list[Recorder] = []
+        self.failures: list[Exception] = []
         self.most = 1_000
         self.echo = True
 
@@ -78,6 +79,9 @@ class StubBroker:
             raise Deferred("full", retry_after_s=5.0)
         self.connections.append(Recorder(link, self.echo))
         return self.connections[-1]
+
+    def failed(self, error: Exception) -> None:
+        self.failures.append(error)
 
 
 class Harness:

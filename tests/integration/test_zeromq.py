@@ -69,6 +69,7 @@ class EchoBroker:
 
     def __init__(self, room: int = 1_000_000) -> None:
         self.connections: list[EchoConnection] = []
+        self.failures: list[Exception] = []
         self.room = room
         self.flooded = 0
 
@@ -77,6 +78,9 @@ class EchoBroker:
             raise Deferred("full", retry_after_s=5.0)
         self.connections.append(EchoConnection(self, link))
         return self.connections[-1]
+
+    def failed(self, error: Exception) -> None:
+        self.failures.append(error)
 
     def flood(self, link: Link) -> None:
         """Send without ever looking whether the client reads."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -17,7 +18,13 @@ from typing import Any
 import pytest
 
 from penstock.bench import CASES, Case, Sample, Window, register, run_case
-from penstock.bench.cases import broker_board, broker_consumers, broker_fair, broker_matrix
+from penstock.bench.cases import (
+    broker_board,
+    broker_consumers,
+    broker_fair,
+    broker_fuzzed,
+    broker_matrix,
+)
 from penstock.bench.cases.broker import BROKER_CASES
 from penstock.bench.cases.broker_blocks import Blocks
 from penstock.bench.cases.broker_board import Board
@@ -28,6 +35,9 @@ from penstock.bench.cases.broker_text import texts
 from penstock.bench.client_process import ClientProcess, Crew, all_of, clean_environment
 from penstock.bench.measure import Meter
 from penstock.model.errors import BrokerUnreachable, Deferred, PenstockError
+from penstock.wire.frame import Kind
+from penstock.wire.negotiation import NEGOTIATE
+from penstock.wire.stream import StreamReader, decode_frame
 
 LOCK = "asyncio:Lock"  # a class with one call that returns and one that waits: `acquire`, twice
 
@@ -286,6 +296,21 @@ def test_a_neighbour_is_judged_by_the_ratio_of_p99() -> None:
     sample = broker_fair._sample(alone, beside, figures(9))
     assert (sample.extra["p50_ratio"], sample.extra["p99_ratio"]) == (2.0, 1.5)
     assert (sample.p99_ms, sample.cpu) == (3.0, 1.0)
+
+
+def test_hostile_clients_break_a_conversation_that_was_whole() -> None:
+    """T1, Q1: what they damage would get far, and the same seed says the same again."""
+    whole = b"".join(broker_fuzzed.honest())
+    (first, _), *others = StreamReader(1 << 20).feed(whole)
+    kinds = [decode_frame(message, 1 << 20).kind for message in others]
+    assert first == NEGOTIATE
+    assert kinds == [Kind.HELLO, Kind.PUBLISH, Kind.HEARTBEAT]
+    for broken in broker_fuzzed.BROKEN:
+        said = [broken(random.Random(seed)) for seed in range(200)]
+        assert said == [broken(random.Random(seed)) for seed in range(200)]
+        assert all(said), broken.__name__
+        assert whole not in said, broken.__name__
+        assert len(set(said)) > 20, broken.__name__
 
 
 def test_the_matrix_has_every_combination_with_every_figure() -> None:

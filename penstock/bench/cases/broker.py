@@ -7,6 +7,7 @@ from penstock.bench.cases import (
     broker_consumers,
     broker_direct,
     broker_fair,
+    broker_fuzzed,
     broker_matrix,
     broker_paced,
     broker_publish,
@@ -78,6 +79,13 @@ BROKER_CASES = (
         "publishes of 100 bytes alone and beside a publisher of 16 MiB: p99 ratio",
         broker_fair.large,
         parts=broker_paced.PACED_PARTS,
+        rounds=FAIR_ROUNDS,
+    ),
+    Case(
+        "fuzzed",
+        "a client's publishes alone and beside clients that send broken frames: p99 ratio",
+        broker_fuzzed.fuzzed,
+        parts=broker_fuzzed.FUZZED_PARTS,
         rounds=FAIR_ROUNDS,
     ),
     Case(

@@ -26,6 +26,7 @@ TIMES_QUOTA = 10
 NOISY_BATCH_EVENTS = 100
 LARGE_BYTES = 16 * MIB
 QUIET, NOISY = "quiet", "noisy"
+QUIET_TOPIC, NOISY_TOPIC = "bench.quiet", "bench.noisy"
 
 
 async def neighbour(window: Window) -> Sample:
@@ -39,7 +40,7 @@ async def neighbour(window: Window) -> Sample:
             start=start, batch_events=NOISY_BATCH_EVENTS,
         )  # fmt: skip
 
-    sample, other = await _beside(broker, window, noise)
+    sample, other = await beside(broker, window, noise)
     accepted, refused = other["events"], other["refused"]
     # A bucket holds one second's worth when it is full; the window may end late.
     allowed = QUOTA_PER_S * (1 + other["seconds"]) + NOISY_BATCH_EVENTS
@@ -63,7 +64,7 @@ async def large(window: Window) -> Sample:
             "repeat", topic=topic, payload_bytes=LARGE_BYTES, seconds=window.seconds, start=start
         )
 
-    sample, other = await _beside(PenstockBroker(), window, noise)
+    sample, other = await beside(PenstockBroker(), window, noise)
     figures = other["sample"]
     sample.extra.update(
         large=other["events"], large_mb_per_s=figures["mb_per_s"], large_p50_ms=figures["p50_ms"]
@@ -71,16 +72,18 @@ async def large(window: Window) -> Sample:
     return sample
 
 
-async def _beside(
+async def beside(
     broker: PenstockBroker,
     window: Window,
     noise: Callable[[ClientProcess, str, float], Coroutine[Any, Any, Any]],
 ) -> tuple[Sample, dict[str, Any]]:
-    """Time the quiet publisher alone and beside the noisy one; the books of both must balance."""
-    topics = {QUIET: "bench.quiet", NOISY: "bench.noisy"}
+    """Time the quiet publisher alone and beside the noisy one; the books of both must balance.
+
+    One that cannot know how much of it was stored says nothing of `events`.
+    """
     quiet, noisy = window.clients
     async with broker.serving(window):
-        for topic in topics.values():
+        for topic in (QUIET_TOPIC, NOISY_TOPIC):
             await broker.bus.topics.create(topic)
         await quiet.order("connect", url=broker.url, tenant=QUIET)
         await noisy.order("connect", url=broker.url, tenant=NOISY)
@@ -91,18 +94,19 @@ async def _beside(
             start = start_soon()
             calls = [
                 quiet.order(
-                    "pace", topic=topics[QUIET], per_s=QUIET_PER_S, seconds=window.seconds,
+                    "pace", topic=QUIET_TOPIC, per_s=QUIET_PER_S, seconds=window.seconds,
                     start=start, server_pid=broker.server_pid,
                 )
             ]  # fmt: skip
             if phase == "beside":
-                calls.append(noise(noisy, topics[NOISY], start))
+                calls.append(noise(noisy, NOISY_TOPIC, start))
             timed[phase], *others = await all_of(*calls)
             other = others[0] if others else other
             expect(timed[phase]["refused"], 0, "refused to the quiet publisher")
         published = sum(each["events"] for each in timed.values())
-        expect(await stored_in(broker.bus, topics[QUIET]), published, "stored")
-        expect(await stored_in(broker.bus, topics[NOISY]), other["events"], "stored")
+        expect(await stored_in(broker.bus, QUIET_TOPIC), published, "stored")
+        if "events" in other:
+            expect(await stored_in(broker.bus, NOISY_TOPIC), other["events"], "stored")
     return _sample(timed["alone"]["sample"], timed["beside"]["sample"], other["sample"]), other
 
 

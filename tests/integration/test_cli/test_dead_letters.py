@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import pwd
 from typing import Any
 
 import pytest
 
 import penstock
+from penstock.cli.dlq import system_user
 
 AUDITED = ("--actor", "ann", "--reason", "fixed the bug")
 
@@ -74,9 +77,10 @@ async def test_replay_needs_the_target_restated_and_the_word(cli):
         result = cli("dlq", "replay", "--ids", letter, *words, "--json")
         assert result.code != 0, words
         assert code in result.text, words
-    for missing in range(0, 8, 2):
+    for missing in ("--target-consumer", "--target-topic", "--reason"):
         words = [*right, "--confirm", "REPLAY"]
-        del words[missing : missing + 2]
+        at = words.index(missing)
+        del words[at : at + 2]
         assert cli("dlq", "replay", "--ids", letter, *words).code == 2
     assert cli.ok("dlq", "inspect", "--id", letter, "--json").row["replay_count"] == 0
 
@@ -208,3 +212,20 @@ async def test_verify_names_the_first_broken_link(cli, damage):
     assert result.code in (1, 6)
     assert path.name in result.text
     assert cli("doctor").code == 1
+
+
+async def test_who_names_no_actor_is_named_by_the_system(cli) -> None:
+    """T9: by the system's name for the user, whatever the environment claims."""
+    (letter,) = await kill(cli, [b"1"])
+    cli.env |= {"USER": "mallory", "LOGNAME": "mallory"}
+    cli.ok("dlq", "purge", "--ids", letter, "--reason", "spam", "--confirm", "PURGE")
+    (row,) = cli.ok("audit", "query", "--json").rows
+    assert row["actor"] == f"local:{pwd.getpwuid(os.getuid()).pw_name}"
+
+
+def test_a_user_without_a_name_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(number: int) -> None:
+        raise KeyError(number)
+
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    assert system_user() == str(os.getuid())
