@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # Decoded row groups kept when the engine brings no cache of its own: two of the largest.
 CACHE_BYTES = 64 * 1024 * 1024
-SCAN_BYTES = 16 * 1024 * 1024  # of a row group that is scanned, at a time
+SCAN_BYTES = 8 * 1024 * 1024  # of a row group that is scanned, at a time
 MAX_END = 2**31 - 1  # what an Arrow offset can say
 
 

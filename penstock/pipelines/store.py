@@ -17,7 +17,7 @@ from penstock.pipelines.plan import Bounds, Split
 
 # Rows handed to Spark at once: a row group of a segment, and never much memory.
 PIECE_EVENTS = 65_536
-PIECE_BYTES = 16 << 20
+PIECE_BYTES = 8 << 20
 
 
 class Store(Protocol):
