@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import cast
 
 from penstock.engines.outbox import Outbox, keep_alive
+from penstock.engines.room import large_room
 from penstock.model.errors import (
     BrokerUnreachable,
     InvalidSettings,
@@ -63,7 +64,7 @@ class TcpLink(asyncio.BufferedProtocol):
         self._offered = compressor
         self._tls = tls_context
         self._accepts_bytes = max_frame_bytes
-        self._reader = StreamReader(MAX_NEGOTIATION_BYTES)
+        self._reader = StreamReader(MAX_NEGOTIATION_BYTES, room=large_room)
         self._compressor = 0
         self._on_frame: Callable[[Frame], None]
         self._on_lost: Callable[[str], None] | None = None

@@ -12,6 +12,7 @@ import logging
 from typing import Any, Protocol, cast
 
 from penstock.engines.outbox import Outbox, keep_alive
+from penstock.engines.room import large_room
 from penstock.model.errors import PenstockError, ProtocolViolation
 from penstock.model.settings import Settings
 from penstock.server.expanding import Expansion, Handle, Work
@@ -82,7 +83,7 @@ class TcpLink(asyncio.BufferedProtocol):
         """Nothing is read from the client at the moment; it cannot be blamed for its silence."""
         self._server = server
         self._settings = server.settings.server
-        self._reader = StreamReader(STRANGER_FRAME_BYTES, server.scratch)
+        self._reader = StreamReader(STRANGER_FRAME_BYTES, server.scratch, large_room)
         self._connection: Connection | None = None
         self._old: OldClient | None = None
         self._first = True

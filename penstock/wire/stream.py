@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+from collections.abc import Callable
 
 from penstock.model.compressor import bounded_decompress, compressors
 from penstock.model.errors import DecodeFailed, ProtocolViolation, UnknownCompressor
@@ -49,6 +50,11 @@ Message = tuple[int, Bytes]
 """A command and its body."""
 
 
+def own_memory(size: int) -> memoryview:
+    """Memory of a message's own; the system gives each page when something arrives in it."""
+    return memoryview(mmap.mmap(-1, size))
+
+
 class StreamReader:
     """Cuts a stream of bytes into messages, with memory for what arrived and not for what is claimed.
 
@@ -61,10 +67,17 @@ class StreamReader:
     ([], 'connection.protocol')
     """
 
-    __slots__ = ("_command", "_filled", "_own", "_rest", "_scratch", "_size", "broken", "limit_bytes")  # fmt: skip
+    __slots__ = ("_command", "_filled", "_own", "_rest", "_room", "_scratch", "_size", "broken", "limit_bytes")  # fmt: skip
 
-    def __init__(self, limit_bytes: int, scratch: bytearray | None = None) -> None:
+    def __init__(
+        self,
+        limit_bytes: int,
+        scratch: bytearray | None = None,
+        room: Callable[[int], memoryview] | None = None,
+    ) -> None:
         self.limit_bytes = limit_bytes
+        self._room = own_memory if room is None else room
+        """Where memory for large messages comes from."""
         self.broken: ProtocolViolation | None = None
         """Set when the stream is no longer one of messages; nothing is read from it any more."""
         self._scratch = memoryview(bytearray(SCRATCH_BYTES) if scratch is None else scratch)
@@ -140,8 +153,7 @@ class StreamReader:
         self._rest = b""
         self._command, self._size, self._filled = command, size, len(arrived)
         try:
-            # Anonymous memory: the system gives each page when something arrives in it.
-            self._own = memoryview(mmap.mmap(-1, size))
+            self._own = (self._room if size >= LARGE_BYTES else own_memory)(size)
         except OSError as error:
             self.broken = ProtocolViolation(f"no memory for a message of {size} bytes ({error})")
             return
