@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -312,7 +313,8 @@ def bus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
     async def fill() -> None:
         async with penstock.connect(folder, **often) as made:
-            await publish(made, GENERATOR, batch_events=500)
+            # A file is closed by a publish that finds it old enough, however quick the machine is.
+            await publish(made, GENERATOR, batch_events=500, progress=lambda *_: time.sleep(0.02))
             await sealed(made)
             assert 0 < sealed_share(made) < 1
 
