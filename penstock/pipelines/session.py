@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 LOCAL = "local[*]"
 PUSHES = "spark.sql.python.filterPushdown.enabled"
 LOOPBACK = "127.0.0.1"
-# Rows that come from Python are short-lived byte arrays, millions of them: a collector that is made
-# for throughput takes a fifth less time than the default one. Arrow wrote its buffers itself and need
+# Rows that come from Python are short-lived byte arrays, millions of them, which a collector that is
+# made for throughput handles better than the default one. Arrow wrote its buffers itself and need
 # not check every access to them.
 QUICK = (
     "-XX:+UseParallelGC -Darrow.enable_unsafe_memory_access=true "
