@@ -37,6 +37,7 @@ from penstock.pipelines.plan import Bounds, Offsets, Place, Split, ahead, expire
 from penstock.pipelines.pushdown import PUSHDOWN, Narrowing
 from penstock.pipelines.readahead import read_ahead
 from penstock.pipelines.rows import Reading
+from penstock.pipelines.settling import settle
 from penstock.pipelines.sink import BatchWriter, StreamWriter
 from penstock.pipelines.store import Store, store_at
 
@@ -163,9 +164,10 @@ class _Reader:
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """The rows of one task; Spark makes up a task without a partition where there is none."""
         if not isinstance(partition, Task):
-            return iter(())
+            return
         failpoint("source.reading")
-        return read_ahead(self.reading.rows(partition.parts, partition.late_before_us))
+        yield from read_ahead(self.reading.rows(partition.parts, partition.late_before_us))
+        settle()
 
 
 class BatchReader(_Reader, DataSourceReader):

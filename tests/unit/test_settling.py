@@ -1,0 +1,48 @@
+"""Row S1: a worker does not look through its modules for garbage after every task."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pyspark")
+
+SETTLED = """
+import gc
+from penstock.pipelines.settling import settle
+settle()
+first = gc.get_freeze_count()
+more = [[] for _ in range(1_000)]
+settle()
+print(first > 1_000, gc.get_freeze_count() <= first)
+"""
+
+
+def test_what_is_alive_is_frozen_once() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SETTLED], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["True", "True"]
+
+
+def test_a_task_settles_when_it_has_read_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.pipelines import source
+
+    settled: list[bool] = []
+
+    class Three:
+        def rows(self, parts: Any, late_before_us: Any) -> Iterator[int]:
+            return iter((1, 2, 3))
+
+    monkeypatch.setattr(source, "settle", lambda: settled.append(True))
+    reader = source._Reader.__new__(source._Reader)
+    monkeypatch.setattr(reader, "reading", Three(), raising=False)
+    pieces = reader.read(source.Task([], None))
+    assert [next(pieces) for _ in range(3)] == [1, 2, 3]
+    assert not settled
+    assert list(pieces) == []
+    assert settled == [True]
