@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,9 @@ EVENT_COLUMNS: dict[str, tuple[str, pa.DataType, str]] = {
     "codec": ("STRING", pa.string(), "codec"),
 }
 VALUE, FAULT, LATE = "value", "fault", "late"
+# Columns that are kept because the next piece has them again: topic, partition, tenant and codec.
+# They hold a piece's rows each, so a fifth would only take memory.
+REPEATED_VALUES = 4
 # Spark looks at each value of every other column less when it knows that none of them is null.
 MAYBE_NULL = ("key", VALUE, FAULT)
 
@@ -116,12 +120,32 @@ def plain(array: pa.Array) -> pa.Array:
     """
     kind = array.type
     if pa.types.is_dictionary(kind):
+        if len(array.dictionary) == 1 and not array.null_count:
+            return repeated(array.dictionary[0].as_py(), kind.value_type, len(array))
         return array.dictionary_decode()
     if pa.types.is_fixed_size_binary(kind):
         return _variable(array)
     if pa.types.is_map(kind):
         return _never_null(array)
     return array
+
+
+@functools.lru_cache(REPEATED_VALUES)
+def _longest(value: Any, kind: pa.DataType) -> list[pa.Array]:
+    """The longest column so far that has this value in every row."""
+    return [pa.repeat(pa.scalar(value, kind), 0)]
+
+
+def repeated(value: Any, kind: pa.DataType, count: int) -> pa.Array:
+    """A column that has the same value in every row; made once, since most pieces have it again.
+
+    >>> repeated("a", pa.string(), 2).to_pylist()
+    ['a', 'a']
+    """
+    longest = _longest(value, kind)
+    if len(longest[0]) < count:
+        longest[0] = pa.repeat(pa.scalar(value, kind), count)
+    return longest[0].slice(0, count)
 
 
 def _never_null(maps: pa.MapArray) -> pa.MapArray:

@@ -18,6 +18,7 @@ from penstock.model.batch import EventBatch
 from penstock.model.errors import Corrupted, OffsetExpired
 from penstock.model.settings import Settings
 from penstock.model.topic import is_system, matches
+from penstock.pipelines.columns import repeated
 from penstock.pipelines.plan import Bounds, Split
 from penstock.pipelines.store import PIECE_BYTES, PIECE_EVENTS
 
@@ -146,9 +147,9 @@ def _completed(
     arrays = []
     for name in columns:
         if name == "topic":
-            arrays.append(pa.repeat(pa.scalar(split.topic, pa.string()), count))
+            arrays.append(repeated(split.topic, pa.string(), count))
         elif name == "partition":
-            arrays.append(pa.array(np.full(count, split.partition, dtype=np.int32)))
+            arrays.append(repeated(split.partition, pa.int32(), count))
         elif name == "offset":
             arrays.append(pa.array(np.arange(start, start + count, dtype=np.int64)))
         else:
