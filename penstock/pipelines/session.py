@@ -90,6 +90,8 @@ def default_settings(master: str, name: str = "penstock") -> dict[str, str]:
         "spark.executor.defaultJavaOptions": QUICK,
         # Rows of Python workers come this way, and TCP would only add to it.
         "spark.python.unix.domain.socket.enabled": "true",
+        # What is read of such a socket at once: as much as the kernel keeps ready in it.
+        "spark.buffer.size": str(256 << 10),
     }
     threads = threads_of(master)
     if threads is not None:

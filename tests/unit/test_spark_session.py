@@ -77,6 +77,11 @@ def test_a_session_here_is_quiet_and_on_loopback() -> None:
     assert found["spark.sql.session.timeZone"] == "UTC"
 
 
+def test_rows_of_workers_are_read_in_large_pieces_everywhere() -> None:
+    for master in ("local[2]", "yarn"):
+        assert default_settings(master)["spark.buffer.size"] == "262144"
+
+
 def test_a_cluster_keeps_its_own_addresses_and_partitions() -> None:
     for master in ("spark://example.org:7077", "yarn", "k8s://https://example.org:6443"):
         found = default_settings(master)
