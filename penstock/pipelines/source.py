@@ -209,7 +209,9 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
         """Where a query without a checkpoint begins."""
         bounds = self.bounds()
-        return Place(self.at(self.options.start, bounds), reads=self.options.topics).as_json()
+        begin = self.at(self.options.start, bounds)
+        bus = self.store().identity()
+        return Place(begin, reads=self.options.topics, bus=bus).as_json()
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         """What the options allow in one batch; of both limits bytes are looked at beside."""
@@ -225,7 +227,8 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
         """How far the next batch goes."""
-        place = Place.from_json(start)
+        place, bus = Place.from_json(start), self.store().identity()
+        place.check_bus(bus, self.options.url)
         bounds = self.store().bounds(self.options.topics) if self._until is None else self._until
         self._check_there(place, bounds)
         reached = ahead(place.offsets, bounds, self._max_events(limit, place, bounds))
@@ -242,6 +245,7 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
             reached.began,
             self.options.topics,
             place.skipped + sum(each.stop - each.start for each in gone),
+            bus or place.bus,
         ).as_json()
 
     def _check_there(self, place: Place, bounds: Bounds) -> None:
@@ -298,7 +302,9 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         """The tasks of a batch."""
         begin, until = Place.from_json(start), Place.from_json(end)
-        until.check_reads(self.options.topics)  # a batch that a crash left is not planned anew
+        # A batch that a crash left is not planned anew.
+        until.check_reads(self.options.topics)
+        until.check_bus(self.store().identity(), self.options.url)
         late_before_us = None
         if self.options.late_after_us is not None:
             late_before_us = max(0, begin.newest_us - self.options.late_after_us)
