@@ -31,7 +31,7 @@ from penstock.model.topic import is_wildcard
 from penstock.pipelines import event_time
 from penstock.pipelines.columns import LATE, VALUE, check_schema, row_ddl
 from penstock.pipelines.failpoint import failpoint
-from penstock.pipelines.notice import warn_user
+from penstock.pipelines.notice import tell_skipped
 from penstock.pipelines.options import SourceOptions, offsets_of, source_options
 from penstock.pipelines.plan import Bounds, Offsets, Place, Split, ahead, expired, splits
 from penstock.pipelines.pushdown import PUSHDOWN, Narrowing
@@ -78,12 +78,18 @@ class PenstockSource(DataSource):
 
 
 class Task(InputPartition):
-    """Splits that one task reads, and before which event time they are late."""
+    """Splits that one task reads, before which event time they are late, and where partitions began."""
 
-    def __init__(self, parts: Sequence[Split], late_before_us: int | None) -> None:
+    def __init__(self, parts: Sequence[Split], late_before_us: int | None, bounds: Bounds) -> None:
         super().__init__(", ".join(map(str, parts)))
         self.parts = list(parts)
         self.late_before_us = late_before_us
+        lanes = {(part.topic, part.partition) for part in parts}
+        self.began: Offsets = {lane: bounds[lane][0] for lane in lanes & bounds.keys()}
+
+    def rows(self, reading: Reading) -> Iterator[pa.RecordBatch]:
+        """What the task reads."""
+        return reading.rows(self.parts, self.late_before_us, self.began)
 
 
 def _reading(options: SourceOptions, schema: StructType) -> Reading:
@@ -147,10 +153,7 @@ class _Reader:
         if self.reading.skip_expired:
             for gone in set(expired(begin, until, bounds)) - self._told:
                 self._told.add(gone)
-                warn_user(
-                    f"retention took {gone.stop - gone.start:,} events before they were read: "
-                    f"{gone} is skipped, as onExpired=skip asks for"
-                )
+                tell_skipped(gone)
 
     def newest_us(self, parts: Iterable[Split], so_far_us: int) -> int:
         """The newest event time of some events, from which lateness is counted."""
@@ -165,7 +168,7 @@ class _Reader:
         if not isinstance(partition, Task):
             return iter(())
         failpoint("source.reading")
-        return read_ahead(self.reading.rows(partition.parts, partition.late_before_us))
+        return read_ahead(partition.rows(self.reading))
 
 
 class BatchReader(_Reader, DataSourceReader):
@@ -184,7 +187,7 @@ class BatchReader(_Reader, DataSourceReader):
         begin, until = self._narrowing.narrowed(begin, until, self.store().find_time)
         self.tell_expired(begin, until, bounds)
         tasks = splits(Place(begin), Place(until), self.options.events_per_task)
-        return [Task(parts, None) for parts in tasks]
+        return [Task(parts, None, bounds) for parts in tasks]
 
 
 class PushingReader(BatchReader):
@@ -309,9 +312,10 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
         if self.options.late_after_us is not None:
             late_before_us = max(0, begin.newest_us - self.options.late_after_us)
         # Not with the offsets: a batch that a crash left planned may be days old when it is read.
+        bounds: Bounds = {}
         if self.reading.skip_expired:
             bounds = self.store().bounds(self.options.topics)
             self.tell_expired(begin.offsets, until.offsets, bounds)
         tasks = splits(begin, until, self.options.events_per_task)
         failpoint("source.planned")
-        return [Task(parts, late_before_us) for parts in tasks]
+        return [Task(parts, late_before_us, bounds) for parts in tasks]
