@@ -133,6 +133,8 @@ def status(invocation: Invocation, name: str, topics: str | None, state: str, to
     made = find(name, folder)
     found = checkpoint.standing(Path(state) / made.name)
     store = store_at(invocation.url, token)
+    for place in found.places:
+        place.check_bus(store.identity(), invocation.url)
     patterns = [topics or each.topics for each in made.reads.values()]
     behind = sum(
         checkpoint.lag(place, store.bounds(pattern))

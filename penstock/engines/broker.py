@@ -91,6 +91,12 @@ class BrokerEngine:
         for feed in self._feeds.values():
             feed.stop(BusClosed("the bus is closed; connect again"))
 
+    @property
+    def bus_id(self) -> str:
+        """Which log the broker serves; empty when it is too old to say."""
+        welcome = self.channel.welcome
+        return "" if welcome is None else welcome.bus
+
     # -- publishing ----------------------------------------------------------------------------
 
     async def publish(self, draft: Draft) -> Receipt:

@@ -35,7 +35,7 @@ from penstock.log.auditrecovery import (
     recover,
     write_head,
 )
-from penstock.log.auditseal import FOLDER, Manifest
+from penstock.log.auditseal import FOLDER, Manifest, identity_of
 from penstock.log.disk import Disk, read_file, write_file
 from penstock.model.errors import DiskFull, InvalidInput, InvalidSettings, WriterFailed
 
@@ -138,6 +138,11 @@ class AuditLog:
     def public_key(self) -> str:
         """The key that verifies the checkpoints, in hex."""
         return self._signer.public_key
+
+    @property
+    def identity(self) -> str:
+        """What tells this bus from every other."""
+        return identity_of(self.public_key)
 
     def append_many(self, entries: Iterable[AuditEntry]) -> list[AuditRecord]:
         """Record all the entries with one sync; they are durable when this returns.

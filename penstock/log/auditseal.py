@@ -11,15 +11,34 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from penstock.core.audit import FORMAT, is_signed
+from penstock.log.disk import read_file
 from penstock.model.errors import FormatTooNew
 
 if TYPE_CHECKING:
     from penstock.core.audit import Signer
+    from penstock.log.disk import Disk
 
 FOLDER = "audit"
 HEAD_PATH = f"{FOLDER}/head.json"
 KEY_PATH = f"{FOLDER}/key"
 PUBLIC_KEY_PATH = f"{FOLDER}/key.pub"
+IDENTITY_DIGITS = 16  # 64 bits: two buses of one owner are never alike
+
+
+def identity_of(public_key: str) -> str:
+    """What tells a bus from every other: a folder keeps one audit key for life, and a copy has it too.
+
+    >>> identity_of("3b6a27bcceb6a42d62a3a8d02a6f0d73653215771de243a63ac048a18b59da29")
+    '3b6a27bcceb6a42d'
+    """
+    return public_key[:IDENTITY_DIGITS]
+
+
+def read_identity(disk: Disk) -> str:
+    """The identity of the bus in a folder; empty while its first writer has not made the key."""
+    if not disk.exists(PUBLIC_KEY_PATH):
+        return ""
+    return identity_of(read_file(disk, PUBLIC_KEY_PATH).decode("ascii", "replace").strip())
 
 
 class SavedHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

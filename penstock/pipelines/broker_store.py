@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 
 import pyarrow as pa
 
+from penstock.engines.broker import BrokerEngine
 from penstock.engines.request import FindOffset
 from penstock.log.gather import gather
 from penstock.model.batch import EventBatch
@@ -22,6 +23,11 @@ class BrokerStore:
     def __init__(self, url: str, token: str | None = None) -> None:
         self._connection = Connection(url, token)
         self._bus = self._connection.bus
+
+    def identity(self) -> str:
+        """What tells the broker's bus from every other; older brokers do not say."""
+        engine = self._bus.engine
+        return engine.bus_id if isinstance(engine, BrokerEngine) else ""
 
     def bounds(self, pattern: str) -> Bounds:
         """First and end offset of every partition of the topics that match, as of now."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from penstock.log.auditseal import read_identity
 from penstock.log.disk import RealDisk
 from penstock.log.eventlog import InSegment
 from penstock.log.gather import gather
@@ -49,6 +50,10 @@ class FolderStore:
         live = {info.id for info in self._log.manifest.segments()} if self._readers else set()
         for number in set(self._readers) - live:
             self._readers.pop(number).close()
+
+    def identity(self) -> str:
+        """What tells this bus from every other."""
+        return read_identity(self._disk)
 
     def bounds(self, pattern: str) -> Bounds:
         """First and end offset of every partition of the topics that match, as of now."""

@@ -43,6 +43,8 @@ class Place(msgspec.Struct, frozen=True):
     """The topics that its query reads, a pattern; empty in places that say nothing of it."""
     skipped: int = 0
     """Events so far that retention took before the query came to them."""
+    bus: str = ""
+    """The bus whose offsets these are; empty in places of before it was written down."""
 
     def as_json(self) -> dict[str, Any]:
         """The form Spark keeps in its checkpoint.
@@ -56,7 +58,7 @@ class Place(msgspec.Struct, frozen=True):
             "newest_us": self.newest_us,
             "began": _nested(self.began),
         }
-        more = {"reads": self.reads, "skipped": self.skipped}
+        more = {"reads": self.reads, "skipped": self.skipped, "bus": self.bus}
         return written | {name: value for name, value in more.items() if value}
 
     @classmethod
@@ -70,7 +72,8 @@ class Place(msgspec.Struct, frozen=True):
         newest_us = int(found.get("newest_us", 0))
         began = _flat(found.get("began", {}))
         reads, skipped = str(found.get("reads", "")), int(found.get("skipped", 0))
-        return cls(_flat(found["topics"]), newest_us, began, reads, skipped)
+        bus = str(found.get("bus", ""))
+        return cls(_flat(found["topics"]), newest_us, began, reads, skipped, bus)
 
     def check_reads(self, pattern: str) -> None:
         """Refuse a place of a query that reads other topics.
@@ -84,6 +87,20 @@ class Place(msgspec.Struct, frozen=True):
                 f"the checkpoint is of a query that reads {read!r}, and this one reads {pattern!r}: "
                 "it belongs to another query. It was left as it is, and nothing was read. Give this "
                 "query a checkpoint of its own"
+            )
+
+    def check_bus(self, bus: str, url: str) -> None:
+        """Refuse a place on another bus, whose offsets mean other events; an unknown one is taken.
+
+        >>> Place({("orders", 0): 7}).check_bus("3b6a27bcceb6a42d", "data")
+        """
+        if self.bus and bus and self.bus != bus:
+            raise InvalidInput(
+                f"the checkpoint is of the bus {self.bus}, and {url} is the bus {bus}: it belongs to "
+                "another bus, and its offsets mean other events there. It was left as it is, and nothing "
+                "was read. Correct `url`, or give this query a checkpoint of its own",
+                checkpoint_bus=self.bus,
+                bus=bus,
             )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,11 +13,10 @@ from penstock.model.arrow import TIME
 from penstock.model.errors import Corrupted, OffsetExpired
 from penstock.pipelines.columns import EVENT_COLUMNS, FAULT, LATE, VALUE, log_columns, plain
 from penstock.pipelines.failure import reading
+from penstock.pipelines.notice import tell_skipped
 from penstock.pipelines.payload import Decoder
-from penstock.pipelines.plan import Split
+from penstock.pipelines.plan import Offsets, Split
 from penstock.pipelines.store import store_at
-
-log = logging.getLogger("penstock")
 
 
 class Reading(msgspec.Struct, frozen=True):
@@ -33,8 +31,10 @@ class Reading(msgspec.Struct, frozen=True):
     """The struct of `value`, as an Arrow schema."""
     skip_expired: bool
 
-    def rows(self, splits: Sequence[Split], late_before_us: int | None) -> Iterator[pa.RecordBatch]:
-        """Everything in these splits."""
+    def rows(
+        self, splits: Sequence[Split], late_before_us: int | None, began: Offsets
+    ) -> Iterator[pa.RecordBatch]:
+        """Everything in these splits; `began` is where their partitions did when they were planned."""
         wanted = log_columns(
             self.columns,
             decoded=bool({VALUE, FAULT} & set(self.columns)),
@@ -43,11 +43,16 @@ class Reading(msgspec.Struct, frozen=True):
         shaper = _Shaper(self, late_before_us)
         for split in splits:
             with reading([split]):
-                for stored in self.stored(split, wanted):
+                for stored in self.stored(split, wanted, began):
                     yield shaper.shape(stored)
 
-    def stored(self, split: Split, wanted: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """The log's columns of a split; what retention took fails or is skipped, as was asked for."""
+    def stored(
+        self, split: Split, wanted: Sequence[str], began: Offsets | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """The log's columns of a split; what retention took fails or is skipped, as was asked for.
+
+        The planner tells of what was gone before, and this of what went since it looked.
+        """
         store = store_at(self.url, self.token)
         try:
             yield from store.rows(split, wanted)
@@ -56,7 +61,13 @@ class Reading(msgspec.Struct, frozen=True):
             if not self.skip_expired or first is None or first <= split.start:
                 raise
             upto = min(first, split.stop)
-            log.warning("retention took %s up to %d; it is skipped", split, upto)
+            if began is not None:
+                lane = (split.topic, split.partition)
+                gone = msgspec.structs.replace(
+                    split, start=max(split.start, began.get(lane, 0)), stop=upto
+                )
+                if gone.start < upto:
+                    tell_skipped(gone)
             if upto < split.stop:
                 yield from store.rows(msgspec.structs.replace(split, start=upto), wanted)
 

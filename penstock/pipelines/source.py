@@ -31,7 +31,7 @@ from penstock.model.topic import is_wildcard
 from penstock.pipelines import event_time
 from penstock.pipelines.columns import LATE, VALUE, check_schema, row_ddl
 from penstock.pipelines.failpoint import failpoint
-from penstock.pipelines.notice import warn_user
+from penstock.pipelines.notice import tell_skipped
 from penstock.pipelines.options import SourceOptions, offsets_of, source_options
 from penstock.pipelines.plan import Bounds, Offsets, Place, Split, ahead, expired, splits
 from penstock.pipelines.pushdown import PUSHDOWN, Narrowing
@@ -79,12 +79,18 @@ class PenstockSource(DataSource):
 
 
 class Task(InputPartition):
-    """Splits that one task reads, and before which event time they are late."""
+    """Splits that one task reads, before which event time they are late, and where partitions began."""
 
-    def __init__(self, parts: Sequence[Split], late_before_us: int | None) -> None:
+    def __init__(self, parts: Sequence[Split], late_before_us: int | None, bounds: Bounds) -> None:
         super().__init__(", ".join(map(str, parts)))
         self.parts = list(parts)
         self.late_before_us = late_before_us
+        lanes = {(part.topic, part.partition) for part in parts}
+        self.began: Offsets = {lane: bounds[lane][0] for lane in lanes & bounds.keys()}
+
+    def rows(self, reading: Reading) -> Iterator[pa.RecordBatch]:
+        """What the task reads."""
+        return reading.rows(self.parts, self.late_before_us, self.began)
 
 
 def _reading(options: SourceOptions, schema: StructType) -> Reading:
@@ -148,10 +154,7 @@ class _Reader:
         if self.reading.skip_expired:
             for gone in set(expired(begin, until, bounds)) - self._told:
                 self._told.add(gone)
-                warn_user(
-                    f"retention took {gone.stop - gone.start:,} events before they were read: "
-                    f"{gone} is skipped, as onExpired=skip asks for"
-                )
+                tell_skipped(gone)
 
     def newest_us(self, parts: Iterable[Split], so_far_us: int) -> int:
         """The newest event time of some events, from which lateness is counted."""
@@ -166,7 +169,7 @@ class _Reader:
         if not isinstance(partition, Task):
             return
         failpoint("source.reading")
-        yield from read_ahead(self.reading.rows(partition.parts, partition.late_before_us))
+        yield from read_ahead(partition.rows(self.reading))
         settle()
 
 
@@ -186,7 +189,7 @@ class BatchReader(_Reader, DataSourceReader):
         begin, until = self._narrowing.narrowed(begin, until, self.store().find_time)
         self.tell_expired(begin, until, bounds)
         tasks = splits(Place(begin), Place(until), self.options.events_per_task)
-        return [Task(parts, None) for parts in tasks]
+        return [Task(parts, None, bounds) for parts in tasks]
 
 
 class PushingReader(BatchReader):
@@ -211,7 +214,9 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
         """Where a query without a checkpoint begins."""
         bounds = self.bounds()
-        return Place(self.at(self.options.start, bounds), reads=self.options.topics).as_json()
+        begin = self.at(self.options.start, bounds)
+        bus = self.store().identity()
+        return Place(begin, reads=self.options.topics, bus=bus).as_json()
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         """What the options allow in one batch; of both limits bytes are looked at beside."""
@@ -227,7 +232,8 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
         """How far the next batch goes."""
-        place = Place.from_json(start)
+        place, bus = Place.from_json(start), self.store().identity()
+        place.check_bus(bus, self.options.url)
         bounds = self.store().bounds(self.options.topics) if self._until is None else self._until
         self._check_there(place, bounds)
         reached = ahead(place.offsets, bounds, self._max_events(limit, place, bounds))
@@ -244,6 +250,7 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
             reached.began,
             self.options.topics,
             place.skipped + sum(each.stop - each.start for each in gone),
+            bus or place.bus,
         ).as_json()
 
     def _check_there(self, place: Place, bounds: Bounds) -> None:
@@ -300,14 +307,17 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         """The tasks of a batch."""
         begin, until = Place.from_json(start), Place.from_json(end)
-        until.check_reads(self.options.topics)  # a batch that a crash left is not planned anew
+        # A batch that a crash left is not planned anew.
+        until.check_reads(self.options.topics)
+        until.check_bus(self.store().identity(), self.options.url)
         late_before_us = None
         if self.options.late_after_us is not None:
             late_before_us = max(0, begin.newest_us - self.options.late_after_us)
         # Not with the offsets: a batch that a crash left planned may be days old when it is read.
+        bounds: Bounds = {}
         if self.reading.skip_expired:
             bounds = self.store().bounds(self.options.topics)
             self.tell_expired(begin.offsets, until.offsets, bounds)
         tasks = splits(begin, until, self.options.events_per_task)
         failpoint("source.planned")
-        return [Task(parts, late_before_us) for parts in tasks]
+        return [Task(parts, late_before_us, bounds) for parts in tasks]

@@ -23,6 +23,10 @@ PIECE_BYTES = 8 << 20
 class Store(Protocol):
     """One place that holds events."""
 
+    def identity(self) -> str:
+        """What tells this bus from every other; empty when it does not say."""
+        ...
+
     def bounds(self, pattern: str) -> Bounds:
         """First and end offset of every partition of the topics that match, as of now."""
         ...

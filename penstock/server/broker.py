@@ -232,7 +232,7 @@ class Broker:
         welcome = Welcome(
             session.id, self.id, resumed, self._settings.heartbeat_s, self._settings.session_s,
             identity.tenant, identity.subject, sorted(CAPABILITIES | {TRANSACTION_KEYS}),
-            self._settings.max_frame_bytes,
+            self._settings.max_frame_bytes, bus=self.engine.audit.log.identity,
         )  # fmt: skip
         try:
             await session.open_direct()

@@ -5,13 +5,19 @@ driver, its Java and its workers at once. The next goes on from the checkpoint a
 so recovery is killed too; the last of a streak is left alone. Then every event must be there once.
 Stages that begin with `stream/` have no table: the query writes with `writeStream` itself then, and
 Spark commits its batches by another way.
-`python -m penstock.testing.spark_kill --kills 20` kills 20 times at each stage; with `--broker`
-results go through a broker, which is a transaction for each task and not one for each batch.
+`python -m penstock.testing.spark_kill --kills 20 --jobs 2` kills 20 times at each stage, two stages
+at a time; with `--broker` results go through a broker, which is a transaction for each task and not
+one for each batch.
+
+A driver lives for seconds, nearly all of them spent on starting. So drivers share compiled Python
+and, when many are to come, an archive of Java's classes that the first one writes as it ends.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import os
 import random
 import signal
@@ -20,8 +26,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,8 +51,10 @@ STAGES = (
 )  # fmt: skip
 EVENTS = 50
 PER_BATCH = 25  # two batches at least: drivers die at their first or second chance
-STREAK = 4
+STREAK = 5
+COPIES = "copy.numbers"
 CHILD_S = 300.0
+MANY = 20  # kills from which on an archive of classes pays: it takes half a minute to make
 MODULE = "penstock.testing.spark_kill"  # not __name__, which is __main__ for the command
 
 
@@ -56,91 +64,169 @@ def kill_drivers(
     *,
     seed: int = 1,
     broker: bool = False,
+    jobs: int = 1,
+    keep: str | None = None,
     tell: Callable[[str], None] = print,
 ) -> int:
     """Kill so many drivers at each stage; 0 when nothing was lost or doubled."""
-    rng, problems, began = random.Random(seed), 0, time.monotonic()
+    began = time.monotonic()
     with (
         tempfile.TemporaryDirectory(prefix="penstock-spark-kill-") as folder,
-        _target(Path(folder), broker) as url,
+        ThreadPoolExecutor(jobs) as pool,
     ):
-        worlds = {table: _World(Path(folder), url, table) for table in (True, False)}
-        for stage in stages:
-            world = worlds[not stage.startswith(STREAM)]
-            for done in range(0, kills, STREAK):
-                streak = [rng.randint(1, 2) for _ in range(min(STREAK, kills - done))]
-                found = world.streak(stage, streak)
-                problems += len(found)
-                for problem in found:
-                    tell(f"FINDING {stage}, after {done + len(streak)} kills: {problem}")
-            tell(f"{stage}: {kills} kills, {world.sent:,} events, {problems} findings")
+        launcher = _Launcher(Path(folder), Path(keep or folder).resolve())
+        if keep or kills * len(stages) >= MANY:
+            launcher.archive_classes()
+
+        def kill(stage: str) -> int:
+            world = Path(folder) / stage.replace("/", "-")
+            with _target(world / "target", broker) as url:
+                table = not stage.startswith(STREAM)
+                return _kill_at(stage, kills, _World(world, url, table, launcher), seed, tell)
+
+        problems = sum(pool.map(kill, stages))
     seconds = time.monotonic() - began
     tell(f"spark kills: {kills * len(stages)} in {seconds:,.0f} s, {problems} findings")
     return int(bool(problems))
 
 
-@contextmanager
+def _kill_at(stage: str, kills: int, world: _World, seed: int, tell: Callable[[str], None]) -> int:
+    """Kill at one stage, in streaks; how many problems there were."""
+    rng, problems, began = random.Random(f"{seed} {stage}"), 0, time.monotonic()
+    for done in range(0, kills, STREAK):
+        streak = [rng.randint(1, 2) for _ in range(min(STREAK, kills - done))]
+        found = world.streak(stage, streak)
+        problems += len(found)
+        for problem in found:
+            tell(f"FINDING {stage}, after {done + len(streak)} kills: {problem}")
+    seconds = time.monotonic() - began
+    tell(f"{stage}: {kills} kills, {world.sent:,} events, {problems} findings, {seconds:,.0f} s")
+    return problems
+
+
+@contextlib.contextmanager
 def _target(folder: Path, broker: bool) -> Iterator[str]:
     """Where results go: a folder, or a broker on it."""
     if not broker:
-        yield str(folder / "target")
+        yield str(folder)
         return
-    with BrokerProcess(folder / "target") as running:
+    with BrokerProcess(folder) as running:
         yield running.url()
+
+
+class _Launcher:
+    """Starts drivers, quickly: what one compiled the next finds.
+
+    It makes no difference to what they do. Python would compile Penstock anew in every worker where
+    the environment forbids it to keep bytecode, and PySpark in any case: Spark lets workers import
+    it from a zip, unless the folder they start in has it.
+    """
+
+    def __init__(self, folder: Path, keep: Path) -> None:
+        self._folder, self._keep = folder, keep
+        # Compiling well takes longer than a driver lives. What the killed leave goes with the folder.
+        self._java = f"-XX:TieredStopAtLevel=1 -Xlog:disable -Djava.io.tmpdir={folder}"
+        bytecode = str(keep / "bytecode")
+        self._environment = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": bytecode}
+        pyspark = importlib.util.find_spec("pyspark")
+        assert pyspark is not None
+        assert pyspark.origin is not None
+        self._start_in = Path(pyspark.origin).parent.parent
+
+    def archive_classes(self) -> None:
+        """Let a driver that nobody kills leave Java's classes, parsed and verified, for all others."""
+        archive, java = self._keep / "classes.jsa", self._java
+        if not archive.exists():
+            self._java = f"{java} -XX:ArchiveClassesAtExit={archive}"
+            target = str(self._folder / "first" / "target")
+            world = _World(self._folder / "first", target, True, self)
+            world.publish()
+            found = world.streak("nowhere", [])
+            if found or not archive.exists():
+                raise RuntimeError(f"the first driver made no archive of classes: {found}")
+        self._java = f"{java} -XX:SharedArchiveFile={archive}"
+
+    def run(self, words: list[str], more: Mapping[str, str]) -> int:
+        """A driver from its start to its end; nothing of it is left when this returns."""
+        child = subprocess.Popen(
+            [sys.executable, "-m", MODULE, f"--java={self._java}", *words],
+            env={**os.environ, **self._environment, **more},
+            cwd=self._start_in,
+            start_new_session=True,
+        )
+        try:
+            ended = child.wait(CHILD_S)
+            if ended == 0:
+                _wait_for(child.pid)  # Java ends after its driver
+            return ended
+        finally:
+            # Java outlives a driver that dies in its own code, and workers of other tasks outlive Java.
+            for pid in _living(child.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            _wait_for(child.pid)
+            child.wait()
+
+
+def _wait_for(session: int) -> None:
+    end = time.monotonic() + CHILD_S
+    while _living(session) and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+def _living(session: int) -> list[int]:
+    """The processes of a session."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, _, of = path.read_text().rpartition(")")[2].split()[:4]
+            if int(of) == session and state != "Z":
+                found.append(int(path.parent.name))
+    return found
 
 
 class _World:
     """A source folder, a target bus, perhaps a table, and a checkpoint that outlive all drivers."""
 
-    def __init__(self, folder: Path, target: str, table: bool) -> None:
+    def __init__(self, folder: Path, target: str, table: bool, launcher: _Launcher) -> None:
         self.sent = 0
-        self._name = "table" if table else "stream"
-        self._folder = folder / self._name
-        self._folder.mkdir()
+        self._folder = folder
+        self._folder.mkdir(exist_ok=True)
         self._target = target
         self._table = table
+        self._launcher = launcher
 
     def streak(self, stage: str, nths: list[int]) -> list[str]:
         """Drivers that die at the stage, one after another, and one that ends; what is wrong then."""
         for nth in nths:
-            self._publish()
+            self.publish()
             fired = self._folder / "fired"
             fired.unlink(missing_ok=True)
             name = f"{stage.removeprefix(STREAM)}:{nth}"
-            died = self._child({"FAILPOINT": name, "FAILPOINT_FIRED": str(fired)})
+            died = self._drive({"FAILPOINT": name, "FAILPOINT_FIRED": str(fired)})
             if not fired.exists() or died != -signal.SIGKILL:
                 return [f"the driver ended with {died} and did not die at {name}"]
-        ended = self._child({})
+        ended = self._drive({})
         if ended:
             return [f"the driver that went on ended with {ended}"]
         found = self._compare("bus", self._on_the_bus())
         return found + self._compare("table", self._in_the_table()) if self._table else found
 
-    def _publish(self) -> None:
+    def publish(self) -> None:
+        """More to copy."""
         with penstock.connect_sync(self._folder / "source") as bus:
             numbers = range(self.sent, self.sent + EVENTS)
             bus.publish_many("in.numbers", [{"n": n} for n in numbers])
             self.sent += EVENTS
 
-    def _child(self, more: dict[str, str]) -> int:
-        words = [sys.executable, "-m", MODULE, "--child", str(self._folder), "--to", self._target]
-        words += ["--table"] if self._table else []
-        # Of a group of its own: what outlives the driver is ended with it.
-        child = subprocess.Popen(words, env={**os.environ, **more}, start_new_session=True)
-        try:
-            return child.wait(CHILD_S)
-        finally:
-            child.kill()
-            child.wait()
-            time.sleep(0.2)
+    def _drive(self, more: Mapping[str, str]) -> int:
+        words = ["--child", str(self._folder), "--to", self._target]
+        return self._launcher.run(words + ["--table"] * self._table, more)
 
     def _on_the_bus(self) -> Counter[int]:
         url = self._target if is_broker(self._target) else f"{self._target}?mode=ro"
         with penstock.connect_sync(url) as bus:
-            return Counter(
-                msgspec.json.decode(event.payload)["n"]
-                for event in bus.replay(f"copy.{self._name}")
-            )
+            return Counter(msgspec.json.decode(event.payload)["n"] for event in bus.replay(COPIES))
 
     def _in_the_table(self) -> Counter[int]:
         import pyarrow.parquet as pq
@@ -176,7 +262,7 @@ def _copy(events: DataFrame) -> DataFrame:
     return events.selectExpr("value.n AS n", "event_time")
 
 
-def _drive(folder: Path, target: str, table: bool) -> None:
+def _copy_all(folder: Path, target: str, table: bool, java: str) -> None:
     os.environ["FAILPOINT_ROOT"] = str(os.getpid())
     from penstock.pipelines.lakehouse.warehouse import Warehouse
     from penstock.pipelines.pipeline import Input, Pipeline
@@ -185,11 +271,10 @@ def _drive(folder: Path, target: str, table: bool) -> None:
 
     made = Pipeline(
         "copy", _copy, {"events": Input("in.#", "n BIGINT")},
-        writes=f"copy.{folder.name}", table="copied.numbers" if table else None,
+        writes=COPIES, table="copied.numbers" if table else None,
     )  # fmt: skip
-    # It lives for one batch or two: compiling well takes longer than running.
-    quick = {"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1"}
-    spark = spark_session(master="local[2]", name="kills", settings=quick)
+    settings = {"spark.driver.extraJavaOptions": java}
+    spark = spark_session(master="local[2]", name="kills", settings=settings)
     with Warehouse(folder / "warehouse") as warehouse:
         route = Route(
             url=str(folder / "source"), to=target, warehouse=warehouse,
@@ -207,15 +292,19 @@ def main() -> None:
     parser.add_argument("--stage", choices=STAGES, action="append", help="only this one")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--broker", action="store_true", help="results go through a broker")
+    parser.add_argument("--jobs", type=int, default=1, help="so many stages at a time")
+    parser.add_argument("--keep", help="a folder for what drivers compile, for the next campaign")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--to", help=argparse.SUPPRESS)
+    parser.add_argument("--java", help=argparse.SUPPRESS)
     parser.add_argument("--table", action="store_true", help=argparse.SUPPRESS)
     chosen: Any = parser.parse_args()
     if chosen.child:
-        _drive(Path(chosen.child), chosen.to, chosen.table)
+        _copy_all(Path(chosen.child), chosen.to, chosen.table, chosen.java)
         return
     stages = tuple(chosen.stage or STAGES)
-    sys.exit(kill_drivers(stages, chosen.kills, seed=chosen.seed, broker=chosen.broker))
+    how = {name: getattr(chosen, name) for name in ("seed", "broker", "jobs", "keep")}
+    sys.exit(kill_drivers(stages, chosen.kills, **how))
 
 
 if __name__ == "__main__":

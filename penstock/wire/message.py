@@ -66,6 +66,8 @@ class Welcome(Message, frozen=True):
     """Resuming: of the pending requests, those that never arrived."""
     lost: list[int] = []
     """Resuming: of the client's deliveries, those the broker holds no more."""
+    bus: str = ""
+    """Which log the broker serves: the same after every start, and another for every other folder."""
 
 
 class Fault(Message, frozen=True):

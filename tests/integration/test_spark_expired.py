@@ -56,3 +56,21 @@ def test_expired_offsets_fail_or_are_skipped(url: str, folder: Path) -> None:
         offsets(url, half, skip=False)
     assert offsets(url, half, skip=True) == list(range(first, first + 5))
     assert offsets(url, Split("a", 0, 5, 9), skip=True) == []
+
+
+def test_what_went_between_planning_and_reading_is_told_in_a_line_that_the_driver_finds(
+    url: str, folder: Path, capfd
+) -> None:
+    with penstock.connect_sync(url if "://" in url else f"{url}?mode=ro") as bus:
+        first = bus.topics.info("a").partitions[0].first_offset
+    reading = Reading(url, None, ("offset",), (), None, skip_expired=True)
+    half = Split("a", 0, first - 10, first + 5)
+    for began, told in ((first, 0), (first - 4, 4), (0, 10)):
+        capfd.readouterr()
+        rows = list(reading.rows([half], None, {("a", 0): began}))
+        assert sum(each.num_rows for each in rows) == 5
+        wanted = (
+            f"penstock warning: retention took {told} events before they were read: "
+            f"a/0/{first - told}..{first} is skipped, as onExpired=skip asks for\n"
+        )
+        assert capfd.readouterr().err == (wanted if told else ""), "the planner told of the rest"

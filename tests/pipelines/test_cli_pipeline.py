@@ -15,6 +15,7 @@ from penstock.cli import exits
 from penstock.cli.app import run
 from penstock.pipelines import session
 from penstock.pipelines.lakehouse.warehouse import Warehouse, identifier, table_files
+from penstock.pipelines.store import close_stores
 from penstock.testing.object_store import ObjectStore
 
 OWN = '''
@@ -84,6 +85,13 @@ def test_a_pipeline_runs_goes_on_and_says_where_it_is(spark, project, capsys) ->
     capsys.readouterr()
     assert run(words(project, "status", "scaled", *state)) == 0
     assert said(capsys)[0]["lag"] == 0
+    (project / "data").rename(project / "moved")
+    with penstock.connect_sync(project / "data") as bus:
+        bus.publish_many("numbers.all", [{"n": n} for n in range(50)])
+    close_stores()
+    assert run(words(project, "status", "scaled", *state)) != 0
+    [refused] = said(capsys)
+    assert "belongs to another bus" in refused["error"]["message"]
 
 
 def test_a_pipeline_begins_where_it_is_told(spark, project, capsys) -> None:

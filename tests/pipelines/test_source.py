@@ -407,13 +407,24 @@ def test_a_broker_that_is_killed_and_comes_back_stops_no_query(spark, tmp_path) 
             query.stop()
 
 
-def test_a_checkpoint_of_another_bus_is_refused(spark, tmp_path) -> None:
-    for name, count in (("one", 5), ("other", 1)):
+def test_a_checkpoint_of_another_bus_is_refused_by_folder_and_broker(spark, tmp_path) -> None:
+    """S1: the topics are the same; through a broker or not, the first bus stays the first."""
+    for name, count in (("one", 5), ("other", 9)):
         with penstock.connect_sync(tmp_path / name) as bus:
             bus.publish_many("a", [b"x"] * count)
-    run_to_the_end(stream(spark, str(tmp_path / "one")), tmp_path / "out", tmp_path / "cp")
-    with pytest.raises(Exception, match="belongs to another bus"):
-        run_to_the_end(stream(spark, str(tmp_path / "other")), tmp_path / "out", tmp_path / "cp")
+
+    def read(url: str) -> None:
+        run_to_the_end(stream(spark, url), tmp_path / "out", tmp_path / "cp")
+
+    read(str(tmp_path / "one"))
+    with BrokerProcess(tmp_path / "one") as one, BrokerProcess(tmp_path / "other") as other:
+        for url in (str(tmp_path / "other"), other.url()):
+            with pytest.raises(Exception, match="belongs to another bus"):
+                read(url)
+        with penstock.connect_sync(one.url()) as bus:
+            bus.publish("a", b"y")
+        read(one.url())
+    assert spark.read.parquet(str(tmp_path / "out")).count() == 6
 
 
 def test_a_checkpoint_of_another_query_is_refused(spark, tmp_path) -> None:

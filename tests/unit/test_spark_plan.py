@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable
 from pyspark.sql.types import LongType, StructField, StructType
 
 import penstock
+from penstock.log.auditseal import IDENTITY_DIGITS, read_identity
+from penstock.log.disk import RealDisk
 from penstock.model.errors import InvalidInput
 from penstock.pipelines.notice import passed_on
 from penstock.pipelines.options import offsets_of, sink_options, source_options
@@ -96,8 +99,65 @@ def test_a_stream_refuses_the_place_of_another_query_and_of_another_bus(tmp_path
         ours.latestOffset(place, ReadAllAvailable())
     with pytest.raises(InvalidInput, match="reads 'a', and this one reads 'b'"):
         ours.partitions(place, place)
+    del place["bus"]  # as before buses had an identity
     with pytest.raises(InvalidInput, match=r"is at a/0/5, and .* has no topic that it reads"):
         reader(tmp_path / "other", "a").latestOffset(place, ReadAllAvailable())
+    with penstock.connect_sync(tmp_path / "other") as bus:
+        bus.publish("a", b"x")
+    with pytest.raises(InvalidInput, match=r"is at a/0/5, and the log ends at 1"):
+        reader(tmp_path / "other", "a").latestOffset(place, ReadAllAvailable())
+
+
+def test_a_place_on_another_bus_is_refused_however_many_events_that_has(tmp_path) -> None:
+    """S1: the topics are the same, so only the identity tells them apart."""
+    for name, count in (("one", 5), ("other", 9)):
+        with penstock.connect_sync(tmp_path / name) as bus:
+            bus.publish_many("a", [b"x"] * count)
+    one, other = (reader(tmp_path / name, "a") for name in ("one", "other"))
+    place = one.latestOffset(one.initialOffset(), ReadAllAvailable())
+    for refused in (one.initialOffset(), place):
+        with pytest.raises(InvalidInput, match="it belongs to another bus") as caught:
+            other.latestOffset(refused, ReadAllAvailable())
+        assert caught.value.checkpoint_bus == one.store().identity()
+        assert caught.value.bus == other.store().identity()
+    with pytest.raises(InvalidInput, match="it belongs to another bus"):
+        other.partitions(place, place)  # which a crash left planned
+
+
+def test_a_place_of_before_buses_had_an_identity_is_taken_and_gets_one(tmp_path) -> None:
+    with penstock.connect_sync(tmp_path / "data") as bus:
+        bus.publish_many("a", [b"x"] * 5)
+    ours = reader(tmp_path / "data", "a")
+    old = Place({("a", 0): 3}, reads="a").as_json()
+    assert "bus" not in old
+    end = ours.latestOffset(old, ReadAllAvailable())
+    assert Place.from_json(end).bus == ours.store().identity() != ""
+    assert len(ours.partitions(old, end)) == 1
+
+
+def test_a_bus_that_does_not_say_which_it_is_loses_no_identity(tmp_path, monkeypatch) -> None:
+    """S1: an older broker in between is trusted, and the one behind it is looked at again."""
+    with penstock.connect_sync(tmp_path / "data") as bus:
+        bus.publish_many("a", [b"x"] * 5)
+    ours = reader(tmp_path / "data", "a")
+    monkeypatch.setattr(ours.store(), "identity", lambda: "")
+    place = Place({("a", 0): 3}, reads="a", bus="3b6a27bcceb6a42d")
+    end = ours.latestOffset(place.as_json(), ReadAllAvailable())
+    assert Place.from_json(end).bus == place.bus
+
+
+def test_a_folder_keeps_its_identity_and_its_copy_has_it_too(tmp_path) -> None:
+    found = set()
+    for _ in range(2):
+        with penstock.connect_sync(tmp_path / "data") as bus:
+            bus.publish("a", b"x")
+        found.add(read_identity(RealDisk(tmp_path / "data")))
+    shutil.copytree(tmp_path / "data", tmp_path / "copy")
+    found.add(read_identity(RealDisk(tmp_path / "copy")))
+    [identity] = found
+    assert len(identity) == IDENTITY_DIGITS
+    (tmp_path / "copy" / "audit" / "key.pub").unlink()
+    assert read_identity(RealDisk(tmp_path / "copy")) == ""
 
 
 def test_what_retention_took_is_told_once_and_counted_only_if_it_is_skipped(
@@ -111,7 +171,8 @@ def test_what_retention_took_is_told_once_and_counted_only_if_it_is_skipped(
         monkeypatch.setattr(planner.store(), "bounds", lambda _: {("a", 0): (7, 9)})
         start = Place({("a", 0): 3}, reads="a").as_json()
         end = planner.latestOffset(start, planner.getDefaultReadLimit())
-        assert Place.from_json(end) == Place({("a", 0): 8}, reads="a", skipped=skipped)
+        bus = planner.store().identity()
+        assert Place.from_json(end) == Place({("a", 0): 8}, reads="a", skipped=skipped, bus=bus)
         for _ in range(2):
             assert len(planner.partitions(start, end)) == 1
         told = capfd.readouterr().err
