@@ -35,13 +35,13 @@ def test_a_task_settles_when_it_has_read_all(monkeypatch: pytest.MonkeyPatch) ->
     settled: list[bool] = []
 
     class Three:
-        def rows(self, parts: Any, late_before_us: Any) -> Iterator[int]:
+        def rows(self, parts: Any, late_before_us: Any, began: Any) -> Iterator[int]:
             return iter((1, 2, 3))
 
     monkeypatch.setattr(source, "settle", lambda: settled.append(True))
     reader = source._Reader.__new__(source._Reader)
     monkeypatch.setattr(reader, "reading", Three(), raising=False)
-    pieces = reader.read(source.Task([], None))
+    pieces = reader.read(source.Task([], None, {}))
     assert [next(pieces) for _ in range(3)] == [1, 2, 3]
     assert not settled
     assert list(pieces) == []
