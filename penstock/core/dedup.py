@@ -8,12 +8,12 @@ of new tokens, without looking into any of them.
 from __future__ import annotations
 
 import struct
-import zlib
 from collections import deque
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from penstock.model.checksum import crc32
 from penstock.model.errors import Corrupted, InvalidInput, InvalidSettings
 
 if TYPE_CHECKING:
@@ -272,7 +272,7 @@ class DedupTable:
         body = b"".join(tokens) + offsets.tobytes()
         times = (self._now_us, generation.start_us, generation.last_us)
         head = _CHUNK.pack(_MAGIC, _VERSION, chunks, *times, len(tokens), 0)[:-4]
-        return head + struct.pack("<I", zlib.crc32(body, zlib.crc32(head))) + body
+        return head + struct.pack("<I", crc32(body, crc32(head))) + body
 
     def restore(self, chunks: Iterable[bytes]) -> None:
         """Replace the content by a snapshot; Corrupted leaves the table as it was."""
@@ -293,7 +293,7 @@ class DedupTable:
             raise _corrupted(f"chunk {index} is cut off")
         magic, version, chunks, now, start, last, entries, crc = _CHUNK.unpack_from(chunk)
         body = memoryview(chunk)[_CHUNK.size :]
-        if crc != zlib.crc32(body, zlib.crc32(chunk[: _CHUNK.size - 4])):
+        if crc != crc32(body, crc32(chunk[: _CHUNK.size - 4])):
             raise _corrupted(f"chunk {index} fails its checksum")
         if (magic, version) != (_MAGIC, _VERSION) or len(body) != entries * (TOKEN_BYTES + 8):
             raise _corrupted(f"chunk {index} is not a dedup chunk of version {_VERSION}")

@@ -14,11 +14,11 @@ producer who wants one hot partition can simply send one key.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias
-from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
 
+from penstock.model.checksum import crc32
 from penstock.model.errors import InvalidSettings
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ class Draft:
     """Events of one topic on their way in: columns as lists, or a batch laid out already."""
 
     __slots__ = (
-        "batch", "codec", "count", "deliver_at_us", "expires_us", "headers", "keys", "partition",
-        "payloads", "priority", "tenant", "times_us", "tokens", "topic",
+        "batch", "codec", "count", "deliver_at_us", "expires_us", "final", "headers", "keys",
+        "partition", "payloads", "priority", "tenant", "times_us", "tokens", "topic",
     )  # fmt: skip
 
     def __init__(self, topic: str, payloads: Sequence[bytes], *, tenant: str, codec: str) -> None:
@@ -33,6 +33,8 @@ class Draft:
         self.tenant = tenant
         self.codec = codec
         self.batch: EventBatch | None = None
+        self.final = False
+        """Whether the batch was compressed, or was found not worth it: nobody need look again."""
         self.keys: Sequence[bytes | None] | None = None
         self.headers: Sequence[Headers | None] | None = None
         self.tokens: Sequence[bytes] | None = None

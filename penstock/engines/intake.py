@@ -81,7 +81,7 @@ class Intake:
             and draft.deliver_at_us is None
         ):
             await self._put_aside(draft)
-        elif draft.batch is not None:
+        elif draft.batch is not None and not draft.final:
             self._engine.layout.compress(draft.batch)
         return draft_bytes(draft)
 

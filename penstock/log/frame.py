@@ -8,13 +8,13 @@ interrupted write: a broken frame followed by one that knows it was durable is a
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from penstock.log.disk import Bytes, File
+from penstock.model.checksum import crc32
 
 # length of the body, checksum, position, durable position, epoch, kind
 HEAD = struct.Struct("<IIQQIB3x")
@@ -65,9 +65,9 @@ def encode_frame(
     """
     length = sum(map(len, parts))
     checked = _CHECKED.pack(position, durable, epoch, kind)
-    checksum = zlib.crc32(checked, length)
+    checksum = crc32(checked, length)
     for part in parts:
-        checksum = zlib.crc32(part, checksum)
+        checksum = crc32(part, checksum)
     head = struct.pack("<II", length, checksum) + checked
     return [head, *parts, b"\0" * (-length & 7)]
 
@@ -81,7 +81,7 @@ def read_frame(view: memoryview, base: int, position: int) -> Frame | None:
     if stated != position or kind not in KINDS or at + HEAD.size + length > len(view):
         return None
     body = view[at + HEAD.size : at + HEAD.size + length]
-    if zlib.crc32(body, zlib.crc32(view[at + _CHECKED_AT : at + HEAD.size], length)) != checksum:
+    if crc32(body, crc32(view[at + _CHECKED_AT : at + HEAD.size], length)) != checksum:
         return None
     return Frame(position, kind, body, durable, epoch)
 

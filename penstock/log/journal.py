@@ -8,7 +8,6 @@ disk shows itself before anything is accepted, never in the middle of a commit.
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -27,6 +26,7 @@ from penstock.log.frame import (
 )
 from penstock.log.side import attach
 from penstock.model.batch import EventBatch
+from penstock.model.checksum import crc32
 from penstock.model.errors import Corrupted, DiskFull, WriterFailed
 from penstock.model.settings import Journal as JournalSettings
 
@@ -83,7 +83,7 @@ class Watermark:
         """Let readers see everything before `position`."""
         if not durable:
             epoch |= self._VOLATILE
-        checksum = zlib.crc32(struct.pack("<QQ", position, epoch))
+        checksum = crc32(struct.pack("<QQ", position, epoch))
         slot = self._SLOT.pack(position, epoch, checksum)
         self._file.write_at(self._turn * self._STRIDE, slot)
         self._turn ^= 1
@@ -100,7 +100,7 @@ class Watermark:
             if len(slot) < self._SLOT.size:
                 continue
             position, epoch, checksum = self._SLOT.unpack(slot)
-            if zlib.crc32(struct.pack("<QQ", position, epoch)) == checksum:
+            if crc32(struct.pack("<QQ", position, epoch)) == checksum:
                 best = max(best, position)
                 if not epoch & self._VOLATILE:
                     durable = max(durable, position)

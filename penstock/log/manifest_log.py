@@ -9,12 +9,12 @@ behind it is damage to what was promised.
 from __future__ import annotations
 
 import struct
-import zlib
 from typing import NamedTuple
 
 import msgspec
 
 from penstock.log.segment import SegmentInfo
+from penstock.model.checksum import crc32
 
 FORMAT = 1
 HEAD = struct.Struct("<4sII")
@@ -95,7 +95,7 @@ def _frame(marker: bytes, content: bytes) -> bytes:
 
 
 def _crc(marker: bytes, content: bytes | memoryview) -> int:
-    return zlib.crc32(content, zlib.crc32(marker + len(content).to_bytes(4, "little")))
+    return crc32(content, crc32(marker + len(content).to_bytes(4, "little")))
 
 
 def _read(view: memoryview, at: int) -> tuple[bytes, memoryview] | None:

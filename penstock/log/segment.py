@@ -10,7 +10,6 @@ docs/reference/files.md describes both.
 from __future__ import annotations
 
 import hashlib
-import zlib
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,6 +20,7 @@ import pyarrow.parquet as pq
 from penstock.log.content import Canonical, ContentHash, binary_of
 from penstock.log.disk import Disk, write_file
 from penstock.model.arrow import SCHEMA
+from penstock.model.checksum import crc32
 from penstock.model.compressor import compressors, worth_compressing
 from penstock.model.errors import Corrupted
 
@@ -149,10 +149,10 @@ def write_segment(
     data = memoryview(buffer).cast("B")
     rows = [group.num_rows for group in written]
     spans = [
-        Span(count, end - start, zlib.crc32(data[start:end]), _column_sums(metadata, index, data))
+        Span(count, end - start, crc32(data[start:end]), _column_sums(metadata, index, data))
         for index, (count, start, end) in enumerate(zip(rows, ends, ends[1:], strict=False))
     ]
-    spans.append(Span(0, len(data) - ends[-1], zlib.crc32(data[ends[-1] :])))
+    spans.append(Span(0, len(data) - ends[-1], crc32(data[ends[-1] :])))
     path = segment_path(number, shared=shared)
     write_file(disk, path, [data])
     return SegmentInfo(
@@ -176,7 +176,7 @@ def chunk_of(metadata: pq.FileMetaData, group: int, column: int) -> tuple[int, i
 
 def _column_sums(metadata: pq.FileMetaData, group: int, data: memoryview) -> list[int]:
     chunks = (chunk_of(metadata, group, column) for column in range(metadata.num_columns))
-    return [zlib.crc32(data[start : start + size]) for start, size in chunks]
+    return [crc32(data[start : start + size]) for start, size in chunks]
 
 
 def _writer(

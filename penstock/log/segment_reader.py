@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-import zlib
 from bisect import bisect_right
 from collections import OrderedDict
 from itertools import accumulate
@@ -17,6 +16,7 @@ import pyarrow.parquet as pq
 from penstock.log.content import Canonical, ContentHash, binary_of
 from penstock.log.segment import FORMAT, FORMAT_KEY, Range, SegmentInfo, chunk_of
 from penstock.model.arrow import split_runs
+from penstock.model.checksum import crc32
 from penstock.model.errors import Corrupted, FormatTooNew
 
 if TYPE_CHECKING:
@@ -144,7 +144,8 @@ class SegmentReader:
         parquet = self._open(verify=True)
         count = self.info.spans[index].rows
         if not columns:
-            yield pa.RecordBatch.from_struct_array(pa.array([{}] * count, pa.struct([])))
+            rows = pa.Array.from_buffers(pa.struct([]), count, [None])
+            yield pa.RecordBatch.from_struct_array(rows)
             return
         self._check_columns(index, parquet.metadata, columns)
         pieces = -(-parquet.metadata.row_group(index).total_byte_size // SCAN_BYTES)
@@ -267,7 +268,7 @@ class SegmentReader:
         # take three times as long as one CRC over all the bytes of a row group.
         span = self.info.spans[index]
         end = self._byte_ends[index]
-        if zlib.crc32(self._data[end - span.size_bytes : end]) != span.crc32:
+        if crc32(self._data[end - span.size_bytes : end]) != span.crc32:
             part = f"row group {index}" if span.rows else "the footer"
             raise self._damaged(f"{part} fails its checksum", index if span.rows else None)
 
@@ -279,7 +280,7 @@ class SegmentReader:
             name, _, _ = metadata.schema.column(column).path.partition(".")  # a map is two
             if name in columns:
                 start, size = chunk_of(metadata, index, column)
-                if zlib.crc32(self._data[start : start + size]) != expected:
+                if crc32(self._data[start : start + size]) != expected:
                     raise self._damaged(
                         f"column {name!r} of row group {index} fails its checksum", index
                     )

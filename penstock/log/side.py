@@ -7,11 +7,11 @@ its checksum; sealing puts the payload into the segment, and the side file goes.
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Iterator
 
 from penstock.log.disk import Bytes, Disk, write_file
 from penstock.model.batch import EventBatch
+from penstock.model.checksum import crc32
 from penstock.model.column import Strings
 from penstock.model.errors import Corrupted
 
@@ -41,7 +41,7 @@ def put_aside(disk: Disk, batch: EventBatch) -> int:
         nonlocal checksum
         for at in range(0, len(payload), PIECE_BYTES):
             piece = payload[at : at + PIECE_BYTES]
-            checksum = zlib.crc32(piece, checksum)
+            checksum = crc32(piece, checksum)
             yield piece
 
     write_file(disk, side_path(batch.token_base), pieces(), paced=True)
@@ -65,7 +65,7 @@ def attach(disk: Disk, batch: EventBatch) -> EventBatch:
     finally:
         file.close()
     (checksum,) = _STUB.unpack(batch.payload_column.at(0))
-    if len(payload) != batch.side_bytes or zlib.crc32(payload) != checksum:
+    if len(payload) != batch.side_bytes or crc32(payload) != checksum:
         raise _damaged(path, batch, "fails its checksum")
     whole = batch.slice(0, 1)
     if whole is batch:

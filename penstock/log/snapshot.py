@@ -7,7 +7,6 @@ anyway, the sealer, in its own process: the running bus never stops to describe 
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Iterator
 
 import msgspec
@@ -19,6 +18,7 @@ from penstock.log.disk import Bytes, Disk, read_file, write_file
 from penstock.log.frame import BATCH, CONTROL, GROUP, Frame, read_group
 from penstock.model.batch import EventBatch
 from penstock.model.batch_head import EXPLICIT_TOKENS, BatchHead
+from penstock.model.checksum import crc32
 from penstock.model.errors import Corrupted
 from penstock.model.settings import Dedup as DedupSettings
 
@@ -98,8 +98,8 @@ class Fold:
         parts: list[Bytes] = [_MAGIC]
         for piece in self._pieces():
             body = msgspec.msgpack.encode(piece)
-            parts += (_RECORD.pack(len(body), zlib.crc32(body)), body)
-        parts.append(_RECORD.pack(0, zlib.crc32(b"")))
+            parts += (_RECORD.pack(len(body), crc32(body)), body)
+        parts.append(_RECORD.pack(0, crc32(b"")))
         write_file(disk, snapshot_path(self.position), parts)
         names = [name for name in disk.list(FOLDER) if name.endswith(".snap")]
         for name in names[:-KEPT]:
@@ -147,7 +147,7 @@ def _read_pieces(path: str, data: bytes) -> list[Piece]:
         length, checksum = _RECORD.unpack_from(data, at)
         at += _RECORD.size
         body = data[at : at + length]
-        if len(body) != length or zlib.crc32(body) != checksum:
+        if len(body) != length or crc32(body) != checksum:
             whole = False
             break
         if length == 0:

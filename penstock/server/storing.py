@@ -115,6 +115,7 @@ class Storing:
         if batch is not None and not aside:
             self._engine.layout.compress(batch)
             batch.stored_body()
+            draft.final = True
         return draft
 
     def _check_rate(self, meta: say.DraftMeta, part: Bytes) -> None:
