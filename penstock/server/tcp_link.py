@@ -20,6 +20,7 @@ from penstock.server.detour import Detour
 from penstock.server.expanding import Expansion, expands
 from penstock.server.fastpath import FastPath
 from penstock.server.link import Connection, Connections, peer_of
+from penstock.server.log_quota import LogQuota
 from penstock.server.oldclient import OldClient
 from penstock.server.outgoing import Outgoing
 from penstock.wire import oldcommand
@@ -64,6 +65,7 @@ class Host(Protocol):
     links: set[TcpLink]
     scratch: bytearray
     fastpath: FastPath | None
+    refusals: LogQuota
 
     @property
     def full(self) -> bool:
@@ -108,7 +110,7 @@ class TcpLink(asyncio.BufferedProtocol):
         self._transport = transport = cast(asyncio.Transport, transport)
         self._outbox = Outbox(self._loop, transport)
         self._outgoing = Outgoing(
-            self._outbox, self._server.fastpath, self._unsendable, self._moved
+            self._outbox, self._server.fastpath, self._unsendable, self._bound
         )
         self.peer, self.loopback = peer_of(transport)
         keep_alive(transport.get_extra_info("socket"))
@@ -326,15 +328,13 @@ class TcpLink(asyncio.BufferedProtocol):
     def _bound(self) -> None:
         """Cut off a client that leaves too much unread; one that waits for our threads asks no more."""
         outgoing, limit_bytes = self._outgoing, self._settings.send_buffer_bytes
+        if self._ending:
+            return
         if outgoing.piled_bytes > ABORT_FACTOR * limit_bytes:
             self.abort(f"the client left {outgoing.pending_bytes()} bytes unread")
         elif self._crowded != (outgoing.waiting_bytes > limit_bytes):
             self._crowded = not self._crowded
             self.hold(False)
-
-    def _moved(self) -> None:
-        if not self._ending:
-            self._bound()
 
     def _unsendable(self, frame: Frame, error: Exception) -> None:
         """A frame does not fit the client's mark, or its compressor failed."""
@@ -357,7 +357,7 @@ class TcpLink(asyncio.BufferedProtocol):
             return
         fault = to_fault(error)
         self._server.broker.failed(error)
-        log.warning("client refused", extra={"peer": self.peer, "reason": fault.message})
+        self._server.refusals.warning("client refused", peer=self.peer, reason=fault.message)
         if self._old is not None:
             self.write(oldcommand.Error(fault.code, fault.message).message())
         elif self._connection is None:
