@@ -1,7 +1,7 @@
 """Taking up: the delivery machine of a group before and after its process died.
 
-`ledgers` says what a machine owes, `restore` builds one that owes the same, and `adopt` gives a
-holder that came back what it held. They are part of the machine (penstock.core.delivery) and use
+`ledgers` says what a machine owes, `restore` builds one that owes the same, `adopt` gives a holder
+that came back what it held, and `release` ends the wait for all others. They are part of the machine (penstock.core.delivery) and use
 its inner parts.
 """
 
@@ -91,3 +91,11 @@ def adopt(
     member.took(lease.open)
     heapq.heappush(group._checks, (now + group.spec.lease_s, lease.fence))
     return lease
+
+
+def release(group: QueueGroup, now: float) -> None:
+    """Everybody who could hold something from before the crash is back: the rest comes again at once."""
+    for parked in list(group._absent.leases.values()):
+        for index in range(parked.count):
+            if parked.states[index] == OUT:
+                group._fail(parked, index, RETURNED, now, 0.0, "its consumer came back without it")

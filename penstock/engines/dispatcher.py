@@ -10,7 +10,7 @@ from penstock.core.delivery import QueueGroup
 from penstock.core.entry import Entry, GroupSpec
 from penstock.core.lease import OUT, STATES, Lane, Lease
 from penstock.core.quota import AdmissionLimits
-from penstock.core.takeup import adopt
+from penstock.core.takeup import adopt, release
 from penstock.core.window import Windows
 from penstock.engines.handle import Inbox, LeasedBatch
 from penstock.engines.runtime import Runtime
@@ -108,6 +108,11 @@ class Dispatcher:
         if lease is None:
             return None
         return LeasedBatch(group, lease, batches[0], self._runtime.now, self.touched)
+
+    def release(self, group: QueueGroup) -> None:
+        """Nobody will come back for what was leased before a crash and is not adopted."""
+        release(group, self._runtime.now())
+        self.touched(group)
 
     def _leave(self, inbox: Inbox) -> None:
         # By now group or member may be another of the same name, which stays.

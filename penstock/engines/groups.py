@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 DIRECT = "direct."
 """Groups of one consumer each, known by the name it registered with (row T4)."""
+MAX_DIGITS = 18  # of an offset or a time: more do not fit their column
 
 
 class Groups:
@@ -249,7 +250,9 @@ class Groups:
         if start == "latest":
             return end
         kind, _, number = start.partition(":")
-        if kind == "offset" and number.isdecimal():
+        digits = number.removeprefix("-")
+        numeric = digits.isdecimal() and len(digits) <= MAX_DIGITS
+        if kind == "offset" and numeric and digits == number:
             offset = int(number)
             if offset < first:
                 raise OffsetExpired(
@@ -257,7 +260,7 @@ class Groups:
                     topic=topic, partition=partition, first_offset=first, end_offset=end,
                 )  # fmt: skip
             return min(offset, end)
-        if kind == "time" and number.lstrip("-").isdecimal():
+        if kind == "time" and numeric:
             return log.find_time(topic, partition, int(number))
         raise InvalidInput(
             f"{start!r} is no place to start: use earliest, latest, an offset or a time",

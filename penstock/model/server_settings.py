@@ -77,9 +77,14 @@ class FastPath(Group, frozen=True):
     require: Annotated[bool, about("Refuse to start, or to take a large payload, without it.")] = (
         False
     )
-    cutover_bytes: Annotated[Memory, about("Payloads from this size on take it.")] = 256 * KIB
+    cutover_bytes: Annotated[
+        Memory, about("Payloads, and compressed frames, from this size on take it.")
+    ] = 256 * KIB
     fall_back: Annotated[
-        bool, about("When it is busy, do the work on the loop rather than wait.")
+        bool,
+        about(
+            "When it is busy, do the work of a publish on the loop rather than wait. Frames always wait, in their order."
+        ),
     ] = True
     threads: Annotated[int, Meta(ge=1, le=64), about("Threads that do the work.")] = 2
 

@@ -229,16 +229,16 @@ class Broker:
                 await self.engine.intake.write_entries([session.entry()])
             self.sessions[session.id] = session
         session.hello, session.identity, session.restored = hello, identity, False
-        welcome = Welcome(
-            session.id, self.id, resumed, self._settings.heartbeat_s, self._settings.session_s,
-            identity.tenant, identity.subject, sorted(CAPABILITIES | {TRANSACTION_KEYS}),
-            self._settings.max_frame_bytes, bus=self.engine.audit.log.identity,
-        )  # fmt: skip
         try:
-            await session.open_direct()
+            adopted = await session.open_direct()
         except BaseException:
             self._end(session)
             raise
+        welcome = Welcome(
+            session.id, self.id, resumed, self._settings.heartbeat_s, self._settings.session_s,
+            identity.tenant, identity.subject, sorted(CAPABILITIES | {TRANSACTION_KEYS}),
+            self._settings.max_frame_bytes, bus=self.engine.audit.log.identity, adopted=adopted,
+        )  # fmt: skip
         session.attach(connection.link, hello, welcome)
         if connection not in self.connections:  # it broke meanwhile
             self._detach(session)

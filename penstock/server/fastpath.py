@@ -28,6 +28,7 @@ class FastPath:
         """Payloads that found it busy and were worked on by the loop."""
         self._settings = settings
         self._busy = 0
+        self._closed = False
         self._threads: ThreadPoolExecutor | None = None
 
     async def run(self, size_bytes: int, work: Callable[..., T], *args: object) -> T:
@@ -49,7 +50,8 @@ class FastPath:
 
     def wants(self, size_bytes: int) -> bool:
         """Whether work on so much is for a thread."""
-        return self._settings.enabled and size_bytes >= self._settings.cutover_bytes
+        settings = self._settings
+        return settings.enabled and size_bytes >= settings.cutover_bytes and not self._closed
 
     def submit(self, work: Callable[..., T], *args: object) -> asyncio.Future[T]:
         """Have a thread do the work, as soon as one is free."""
@@ -75,6 +77,7 @@ class FastPath:
             held.clear()
 
     def close(self) -> None:
-        """Let the threads end."""
+        """Let the threads end; what comes now is worked on by the loop."""
+        self._closed = True
         if self._threads is not None:
             self._threads.shutdown(wait=False)

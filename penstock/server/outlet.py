@@ -84,8 +84,11 @@ class QueueOutlet:
         if self._session.feeds.get(self._feed) is self:  # not one that was opened meanwhile
             self._session.stopped(self._feed, error)
 
-    async def adopt(self, held: list[Held]) -> dict[int, list[int]]:
-        """Take up what the client held before the broker was restarted."""
+    async def adopt(self, held: list[Held], *, alone: bool = False) -> dict[int, list[int]]:
+        """Take up what the client held before the broker was restarted.
+
+        `alone`: nobody else consumes for the group, so what the client does not name is in no hands.
+        """
         adopted: dict[int, list[int]] = {}
         for each in held:
             leased = await self._session.dispatcher().adopt(
@@ -96,6 +99,8 @@ class QueueOutlet:
                 states = leased.lease.states
                 adopted[each.delivery] = [at for at in range(each.count) if states[at] == OUT]
                 self._hand(leased, min(each.handed, each.count))
+        if alone:
+            self._session.dispatcher().release(self._inbox.group)
         return adopted
 
     def send(self, number: int) -> None:

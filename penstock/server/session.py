@@ -102,25 +102,18 @@ class Session:
         self.link = link
         self.heard_at = self._broker.now()
         held = {number for outlet in self.queues() for number in outlet.held}
-        said = [each for each in hello.deliveries if each < MAX_DELIVERY]
+        known = {*hello.deliveries, *(each.delivery for each in hello.held)}
+        said = [each for each in known if each < MAX_DELIVERY]
         self._delivery = max(self._delivery, *said, 0)
         unknown = [each for each in hello.pending if not self._knows(each)]
         lost = [each for each in hello.deliveries if each not in held]
-        self.send(
-            Frame(
-                Kind.WELCOME,
-                0,
-                encode(
-                    msgspec.structs.replace(
-                        welcome, settled=self._durable, unknown=unknown, lost=lost
-                    )
-                ),
-            )
+        welcome = msgspec.structs.replace(
+            welcome, settled=self._durable, unknown=unknown, lost=lost
         )
+        self.send(Frame(Kind.WELCOME, 0, encode(welcome)))
         for request in hello.pending:
             if request in self._answers:
                 self.send(self._answers[request])
-        known = set(hello.deliveries)
         for outlet in self.queues():
             for number in [each for each in outlet.held if each not in known]:
                 outlet.send(number)
@@ -308,15 +301,19 @@ class Session:
         """Raise AccessDenied when the client may not read all that these patterns select."""
         check_read(self._broker.engine, self.identity, patterns)
 
-    async def open_direct(self) -> None:
-        """Serve what the client registered for: a group of its own, known by its name (row T4)."""
+    async def open_direct(self) -> dict[int, list[int]]:
+        """Serve what the client registered for: a group of its own, known by its name (row T4).
+
+        Returns what it holds from before a restart of the broker, as Joined does.
+        """
         if not self.hello.subscriptions or DIRECT_FEED in self.feeds:
-            return
+            return {}
         self.may_read(self.hello.subscriptions)
         wanted = direct_wish(self.hello, self.identity, self._broker.engine.settings.delivery)
         inbox = await self._broker.join(wanted)
         assert isinstance(inbox, Inbox)
-        self.feeds[DIRECT_FEED] = QueueOutlet(self, DIRECT_FEED, wanted, inbox)
+        outlet = self.feeds[DIRECT_FEED] = QueueOutlet(self, DIRECT_FEED, wanted, inbox)
+        return await outlet.adopt(self.hello.held, alone=True)
 
     async def _unsubscribe(self, frame: Frame) -> Frame:
         outlet = self.feeds.pop(decode(frame.meta, say.Feed).feed, None)

@@ -17,7 +17,13 @@ from penstock.engines.embedded import EmbeddedEngine
 from penstock.engines.engine import Draft, Settle, Transaction
 from penstock.engines.timekeeper import SCHEDULED
 from penstock.model.batch_head import BatchHead
-from penstock.model.errors import LeaseExpired, PenstockError, Rejected, Throttled
+from penstock.model.errors import (
+    LeaseExpired,
+    PenstockError,
+    ProtocolViolation,
+    Rejected,
+    Throttled,
+)
 from penstock.model.event import Identity, Receipt
 from penstock.model.role import ADMIN
 from penstock.model.settings import Limits
@@ -183,6 +189,11 @@ class Storing:
         stored = self._before(wish.sequence)
         known = self._engine.state.sessions.get(self._session.id)
         if known is not None and wish.sequence in known.produced:
+            if not stored.keys() >= set(range(len(wish.drafts))):
+                raise ProtocolViolation(
+                    f"the transaction of sequence {wish.sequence} had {len(stored)} drafts, not "
+                    f"{len(wish.drafts)}; nothing happened. Give each transaction a sequence of its own"
+                )
             receipts = [
                 await self._again(meta, stored[number]) for number, meta in enumerate(wish.drafts)
             ]

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from penstock.model.errors import InvalidSettings
 from penstock.model.settings import Settings
 from penstock.server.fastpath import FastPath
 from penstock.server.link import Connections
+from penstock.server.log_quota import LogQuota
 from penstock.server.tcp_link import HANDSHAKE_S, LINGER_S, TcpLink
 from penstock.server.tls import server_tls
 from penstock.wire.stream import SCRATCH_BYTES
+
+log = logging.getLogger("penstock.server.tcp")
 
 BACKLOG = 512
 # Connections that are still shaking hands, beyond server.max_connections.
@@ -29,6 +33,7 @@ class TcpServer:
         self.broker = broker
         self.links: set[TcpLink] = set()
         self.scratch = bytearray(SCRATCH_BYTES)
+        self.refusals = LogQuota(log)
         self._server: asyncio.Server | None = None
 
     async def start(self, host: str, port: int) -> int:

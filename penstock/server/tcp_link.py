@@ -9,32 +9,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any, Protocol, cast
+from collections.abc import Callable
+from typing import Protocol, cast
 
 from penstock.engines.outbox import Outbox, keep_alive
 from penstock.engines.room import large_room
 from penstock.model.errors import PenstockError, ProtocolViolation
 from penstock.model.settings import Settings
-from penstock.server.expanding import Expansion, Handle, Work
+from penstock.server.detour import Detour
+from penstock.server.expanding import Expansion, expands
 from penstock.server.fastpath import FastPath
 from penstock.server.link import Connection, Connections, peer_of
+from penstock.server.log_quota import LogQuota
 from penstock.server.oldclient import OldClient
+from penstock.server.outgoing import Outgoing
 from penstock.wire import oldcommand
 from penstock.wire.fault import to_fault
 from penstock.wire.frame import Bytes, Frame, Kind
-from penstock.wire.mark import for_mark, from_mark, marks
+from penstock.wire.mark import from_mark, marks
 from penstock.wire.message import encode
 from penstock.wire.negotiation import MARKS, NEGOTIATE, answer, choose, refuse
-from penstock.wire.stream import (
-    COMPRESSOR_AT,
-    COMPRESSORS,
-    Message,
-    StreamReader,
-    decode_frame,
-    encode_frame,
-)
+from penstock.wire.stream import COMPRESSOR_AT, COMPRESSORS, Message, StreamReader, decode_frame
 
 log = logging.getLogger("penstock.server.tcp")
+
+Handle = Callable[[Message], None]
 
 HELLO, WELCOME = int(Kind.HELLO), int(Kind.WELCOME)  # compared with each frame; enums are slower
 # From connecting to being welcomed; a client that says nothing costs a socket for this long.
@@ -66,6 +65,7 @@ class Host(Protocol):
     links: set[TcpLink]
     scratch: bytearray
     fastpath: FastPath | None
+    refusals: LogQuota
 
     @property
     def full(self) -> bool:
@@ -88,11 +88,8 @@ class TcpLink(asyncio.BufferedProtocol):
         self._old: OldClient | None = None
         self._first = True
         self._handle: Handle = self._negotiate
-        self._greeting = False
-        self._expansion = Expansion(server.fastpath, self._expanded)
-        self._mark = 0
-        self._compressor = 0
-        self._largest_bytes = 0
+        self._greeting = self._crowded = False
+        self._expansion: Expansion = Detour(server.fastpath, self._expanded)
         self._unanswered: dict[int, int] = {}
         self._unanswered_bytes = 0
         self._ending = False
@@ -103,6 +100,7 @@ class TcpLink(asyncio.BufferedProtocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
         self._outbox: Outbox
+        self._outgoing: Outgoing
 
     # -- what asyncio calls --------------------------------------------------------------------
 
@@ -111,6 +109,9 @@ class TcpLink(asyncio.BufferedProtocol):
         # uvloop's transports do not derive from asyncio's.
         self._transport = transport = cast(asyncio.Transport, transport)
         self._outbox = Outbox(self._loop, transport)
+        self._outgoing = Outgoing(
+            self._outbox, self._server.fastpath, self._unsendable, self._bound
+        )
         self.peer, self.loopback = peer_of(transport)
         keep_alive(transport.get_extra_info("socket"))
         if self._server.full:
@@ -144,7 +145,8 @@ class TcpLink(asyncio.BufferedProtocol):
         """The connection is gone."""
         self._server.links.discard(self)
         self._ending = True
-        self._outbox.clear()
+        self._expansion.leave()
+        self._outgoing.clear()
         for timer in (self._timer, self._resting):
             if timer is not None:
                 timer.cancel()
@@ -169,13 +171,12 @@ class TcpLink(asyncio.BufferedProtocol):
             self._answered(frame.request)
         if frame.kind == WELCOME:
             self.welcomed()
-        if self._mark:
-            frame = self._translated(frame)
-        self._put(encode_frame(frame, self._compressor))
+        self._outgoing.send(frame)
+        self._bound()
 
     def pending_bytes(self) -> int:
         """Bytes queued and not yet taken by the operating system."""
-        return self._outbox.pending_bytes()
+        return self._outgoing.pending_bytes()
 
     def close(self) -> None:
         """Send what is queued, then end the connection."""
@@ -185,7 +186,7 @@ class TcpLink(asyncio.BufferedProtocol):
         """End the connection now; what is queued is lost."""
         self._ending = True
         self._reason = self._reason or reason
-        self._outbox.clear()
+        self._outgoing.clear()
         self._transport.abort()
 
     def rest(self, seconds: float) -> None:
@@ -203,7 +204,8 @@ class TcpLink(asyncio.BufferedProtocol):
     def write(self, data: bytes) -> None:
         """Queue bytes that are no frame."""
         if not self._ending:
-            self._put([data])
+            self._outgoing.put([data])
+            self._bound()
 
     def welcomed(self) -> None:
         """The broker knows who this is: large frames are welcome from now on."""
@@ -222,6 +224,7 @@ class TcpLink(asyncio.BufferedProtocol):
             or self._resting is not None
             or self._expansion.busy
             or self._unanswered_bytes > UNANSWERED_BYTES
+            or self._crowded
         )
         if stop == self.holding or self._ending:
             return
@@ -270,17 +273,19 @@ class TcpLink(asyncio.BufferedProtocol):
         choice = choose(body, self._settings.max_frame_bytes, marks())
         self._connection = self._server.broker.connected(self)
         self._handle = self._receive
-        self._mark = MARKS[choice.mark]
-        self._compressor = COMPRESSORS.index(choice.compressor)
-        self._outbox.put([answer(choice)])
+        self._outgoing.put([answer(choice)])
+        self._outgoing.mark = MARKS[choice.mark]
+        self._outgoing.compressor = COMPRESSORS.index(choice.compressor)
 
     def _receive(self, message: Message) -> None:
-        if self._expansion.begin(message, self._reader.limit_bytes):
+        if expands(self._expansion, message, self._reader.limit_bytes):
             self.hold(True)
         else:
             self._accept(decode_frame(message, self._reader.limit_bytes), message[1])
 
-    def _expanded(self, work: Work, message: Message, behind: list[Message]) -> None:
+    def _expanded(
+        self, work: asyncio.Future[Frame], message: Message, behind: list[Message]
+    ) -> None:
         self._take_all([message], lambda _: self._accept(work.result(), message[1]))
         self._take_all(behind)
         self.hold(False)
@@ -320,21 +325,27 @@ class TcpLink(asyncio.BufferedProtocol):
 
     # -- what goes out -------------------------------------------------------------------------
 
-    def _put(self, buffers: list[Any]) -> None:
-        size = self._outbox.put(buffers)
-        pending = self._outbox.pending_bytes()
-        # One frame may be as large as it likes; it is what piles up behind it that counts.
-        if pending == size or size > self._largest_bytes:
-            self._largest_bytes = size
-        if pending - self._largest_bytes > ABORT_FACTOR * self._settings.send_buffer_bytes:
-            self.abort(f"the client left {pending} bytes unread")
+    def _bound(self) -> None:
+        """Cut off a client that leaves too much unread; one that waits for our threads asks no more."""
+        outgoing, limit_bytes = self._outgoing, self._settings.send_buffer_bytes
+        if self._ending:
+            return
+        if outgoing.piled_bytes > ABORT_FACTOR * limit_bytes:
+            self.abort(f"the client left {outgoing.pending_bytes()} bytes unread")
+        elif self._crowded != (outgoing.waiting_bytes > limit_bytes):
+            self._crowded = not self._crowded
+            self.hold(False)
 
-    def _translated(self, frame: Frame) -> Frame:
-        try:
-            return for_mark(frame, self._mark)
-        except PenstockError as error:
-            log.exception("a frame of kind 0x%02x does not fit the client's mark", frame.kind)
-            return for_mark(Frame(Kind.FAULT, frame.request, encode(to_fault(error))), self._mark)
+    def _unsendable(self, frame: Frame, error: Exception) -> None:
+        """A frame does not fit the client's mark, or its compressor failed."""
+        log.error("a frame of kind 0x%02x cannot be sent", frame.kind, exc_info=error)
+        if frame.kind == Kind.FAULT:
+            self.abort("not even an error can be sent")
+        elif frame.request:
+            self._server.broker.failed(error)
+            self._outgoing.send(Frame(Kind.FAULT, frame.request, encode(to_fault(error))))
+        else:
+            self._fail(error)
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -346,7 +357,7 @@ class TcpLink(asyncio.BufferedProtocol):
             return
         fault = to_fault(error)
         self._server.broker.failed(error)
-        log.warning("client refused", extra={"peer": self.peer, "reason": fault.message})
+        self._server.refusals.warning("client refused", peer=self.peer, reason=fault.message)
         if self._old is not None:
             self.write(oldcommand.Error(fault.code, fault.message).message())
         elif self._connection is None:
@@ -372,11 +383,14 @@ class TcpLink(asyncio.BufferedProtocol):
             if timer is not None:
                 timer.cancel()
         # Nothing holds the reading any more: the client's own end must be seen.
-        self._greeting, self._unanswered_bytes, self._resting = False, 0, None
+        self._greeting = self._crowded = False
+        self._unanswered_bytes, self._resting = 0, None
         self.hold(False)
         self._ending = True
-        self._outbox.finish()
         self._timer = self._loop.call_later(LINGER_S, self._transport.abort)
+        self._outgoing.finish(self._hang_up)
+
+    def _hang_up(self) -> None:
         try:
             if self._transport.can_write_eof():
                 self._transport.write_eof()

@@ -18,6 +18,7 @@ from penstock.model.errors import PenstockError, ProtocolViolation
 from penstock.model.settings import Settings
 from penstock.server.curve import Gate
 from penstock.server.link import Connections
+from penstock.server.log_quota import LogQuota
 from penstock.server.zmq_link import LINGER_S, RouterLink
 from penstock.server.zmq_listener import bind, configure, is_loopback
 from penstock.server.zmq_peers import STRANGER_BYTES, Peer, Peers
@@ -49,6 +50,7 @@ class ZmqServer:
         self._by_fd: dict[int, RouterLink] = {}
         self._leaving: list[RouterLink] = []
         self._skipping = False
+        self._refusals = LogQuota(log)
         self._emptied: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop
         self._socket: Socket
@@ -173,8 +175,8 @@ class ZmqServer:
         source.violations += 1
         if source.ending or source.fd < 0:  # there is nobody left to hear it
             return
-        level = logging.WARNING if source.violations == 1 else logging.DEBUG
-        log.log(level, "%s", error, extra={"peer": source.name})
+        if source.violations == 1:
+            self._refusals.warning(str(error), peer=source.name)
         fault = Frame(Kind.FAULT, _request(message), encode(to_fault(error)))
         if link is None:
             outbox = ZmqOutbox(self._socket, self._pump.nudge, lambda: None, identity)

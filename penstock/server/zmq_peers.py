@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from penstock.engines.zmq_library import Context, Socket, zmq
 from penstock.engines.zmq_pump import Monitor
+from penstock.server.log_quota import LogQuota
 
 log = logging.getLogger("penstock.server.zmq")
 
@@ -84,6 +85,7 @@ class Peers:
         self._max_peers = max_connections + MAX_STRANGERS
         self._max_message_bytes = max_frame_bytes
         self._on_gone = on_gone
+        self._refusals = LogQuota(log)
         self._peers: dict[int, Peer] = {}
         self._strangers: dict[int, Peer] = {}
         self._look: asyncio.TimerHandle | None = None
@@ -109,8 +111,10 @@ class Peers:
         if self._peers.get(peer.fd) is not peer or peer.ending:
             return
         peer.ending = True
-        level = logging.INFO if gently else logging.WARNING
-        log.log(level, "connection cut: %s", reason, extra={"peer": peer.name})
+        if gently:
+            log.info("connection cut: %s", reason, extra={"peer": peer.name})
+        else:
+            self._refusals.warning(f"connection cut: {reason}", peer=peer.name)
         # A copy of the descriptor: libzmq may close the original, and another file get its number.
         try:
             with net.fromfd(peer.fd, net.AF_INET, net.SOCK_STREAM) as connection:
@@ -156,9 +160,9 @@ class Peers:
             if self._peers.pop(value, None) is not None:
                 self._on_gone(value)
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            log.warning("a client failed to authenticate")
+            self._refusals.warning("a client failed to authenticate")
         else:
-            log.warning("a client broke the handshake: wrong key, or no ZeroMQ at all")
+            self._refusals.warning("a client broke the handshake: wrong key, or no ZeroMQ at all")
 
     def _accepted(self, fd: int) -> None:
         try:

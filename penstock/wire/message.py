@@ -22,6 +22,18 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """What all messages share."""
 
 
+class Held(Message, frozen=True):
+    """A delivery that a client still works on."""
+
+    delivery: int
+    topic: str
+    partition: int
+    start: int
+    count: int
+    attempt: int
+    handed: int
+
+
 class Hello(Message, frozen=True):
     """The first frame of a client: who it is, and which session it wants to go on with."""
 
@@ -45,6 +57,8 @@ class Hello(Message, frozen=True):
     """Resuming: deliveries the client still holds."""
     pending: list[int] = []
     """Resuming: requests it has no answer to."""
+    held: list[Held] = []
+    """Resuming: deliveries of `subscriptions`, to be taken up again if the broker was restarted."""
 
 
 class Welcome(Message, frozen=True):
@@ -68,6 +82,8 @@ class Welcome(Message, frozen=True):
     """Resuming: of the client's deliveries, those the broker holds no more."""
     bus: str = ""
     """Which log the broker serves: the same after every start, and another for every other folder."""
+    adopted: dict[int, list[int]] = {}
+    """After a restart, of each delivery that Hello named in `held`, the indices that are leased again."""
 
 
 class Fault(Message, frozen=True):
@@ -114,18 +130,6 @@ class Published(Message, frozen=True):
     """By index of the draft; its receipt is null then."""
     key_known: bool = False
     """Of Transact: its key was known, and nothing of it happened."""
-
-
-class Held(Message, frozen=True):
-    """A delivery that a client still works on."""
-
-    delivery: int
-    topic: str
-    partition: int
-    start: int
-    count: int
-    attempt: int
-    handed: int
 
 
 class Subscribe(Message, frozen=True):

@@ -37,6 +37,7 @@ ITEMS = {
     ("Published", "receipts"): ("MaybeReceipt", "value"),
     ("Result", "receipts"): ("MaybeReceipt", "value"),
     ("Result", "adopted"): ("Indices", "values"),
+    ("Welcome", "adopted"): ("Indices", "values"),
 }
 """Items that are tuples or lists, or may be missing: protobuf wants a named message for each."""
 

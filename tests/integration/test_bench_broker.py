@@ -6,15 +6,18 @@ report are compared once more.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import penstock
 from penstock.bench import Sample, Window, list_cases
 from penstock.bench.case import load_cases
-from penstock.bench.cases import broker_consumers, broker_fair, broker_matrix
+from penstock.bench.cases import broker_consumers, broker_fair, broker_fuzzed, broker_matrix
+from penstock.bench.cases.broker_fair import NOISY_TOPIC
 from penstock.bench.cases.broker_flow import FLOW, Orders, Stream, flow
 from penstock.bench.cases.broker_peer import PenstockBroker, stored_in
 from penstock.bench.cases.broker_queue import fanout_apart, queue_apart
@@ -22,6 +25,7 @@ from penstock.bench.client_process import Crew, all_of
 from penstock.bench.peers import Peer
 from penstock.model.errors import PenstockError
 from penstock.model.setting import MIB
+from penstock.testing.broker_process import BrokerProcess
 
 WINDOW_S = 0.3
 NAMES = [
@@ -139,8 +143,24 @@ async def test_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_fuzzed(tmp_path: Path) -> None:
     """T1, Q1: the publisher that is timed sees no error, or the case would have raised."""
     extra = (await measured("fuzzed", tmp_path)).extra
-    assert 0 < extra["hung_up"] <= extra["connections"]
-    assert extra["p99_ratio"] > 0
+    for transport in ("", "zmq_"):
+        assert 0 < extra[f"{transport}hung_up"] <= extra[f"{transport}connections"]
+        assert extra[f"{transport}p99_ratio"] > 0
+
+
+async def test_the_honest_half_of_a_hostile_client(tmp_path: Path) -> None:
+    """T1, Q1: what is damaged is a conversation that the broker would have taken."""
+    with BrokerProcess(tmp_path / "data").start() as broker:
+        async with penstock.connect(broker.url()) as bus:
+            await bus.topics.create(NOISY_TOPIC)
+            for number, (transport, make) in enumerate(broker_fuzzed.SPEECHES.items(), 1):
+                speech = make()
+                both = await asyncio.open_connection("127.0.0.1", broker.ports[transport])
+                async with asyncio.timeout(20):
+                    await broker_fuzzed.tell(*both, speech.said(), len(speech.opening))
+                    while await stored_in(bus, NOISY_TOPIC) != 10 * number:
+                        await asyncio.sleep(0.01)
+                both[1].close()
 
 
 async def test_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1097,3 +1097,14 @@ async def test_a_reader_that_leaves_late_does_not_take_its_successor_with_it(mem
         assert (await second.get(timeout_s=10)).payload == b"2"
         await second.commit()
     assert group.rebalance.members == []
+
+
+@pytest.mark.parametrize("to", ["time:--5", "time:-", "time:" + "9" * 30, "offset:-1", "offset:" + "9" * 5_000])  # fmt: skip
+async def test_a_reset_to_no_place_is_refused(tmp_path, small, to: str) -> None:
+    """X4: with an error of the tree, whatever stands where a number should."""
+    async with opened(tmp_path, small) as bus:
+        await bus.publish("orders", b"1")
+        async with bus.subscribe("orders", group="g"):
+            pass
+        with pytest.raises(penstock.errors.InvalidInput):
+            await bus.groups.reset("g", to)

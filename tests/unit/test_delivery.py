@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from penstock.core.intervention import reset, revive, withdraw
 from penstock.core.lease import OUT, STATES, Lease
 from penstock.core.ledger import Ledger
 from penstock.core.retry import Retry
-from penstock.core.takeup import adopt, ledgers, restore
+from penstock.core.takeup import adopt, ledgers, release, restore
 from penstock.model.errors import AlreadySettled, Fenced, LeaseExpired
 
 
@@ -818,3 +819,24 @@ def test_what_no_holder_takes_up_comes_again_after_the_hold() -> None:
 def test_a_wrong_attempt_adopts_nothing() -> None:
     again, lane = restored_with_hold(held_machine())
     assert adopt(again, lane, 0, 4, 2, again.join("w", 10), 1.0) is None
+
+
+def test_what_is_released_comes_again_at_once_and_what_was_adopted_does_not() -> None:
+    """T4, T5: the only holder is back; the attempt that it does not know of counts."""
+    again, lane = restored_with_hold(held_machine())
+    member = again.join("w", 10)
+    kept = adopt(again, lane, 0, 1, 1, member, 1.0)
+    assert kept is not None
+    release(again, 1.0)
+    release(again, 1.0)
+    leases = again.dispatch(1.0)
+    assert sorted((lease.start, lease.attempt) for lease in leases) == [(2, 2), (3, 2)]
+    again.ack(kept, 0, 2.0)
+    assert again.outstanding() == 2
+
+
+def test_what_is_released_out_of_attempts_dies() -> None:
+    again, _ = restored_with_hold(held_machine())
+    again.spec = msgspec.structs.replace(again.spec, retry=Retry(max_attempts=1))
+    release(again, 1.0)
+    assert [doomed.offset for doomed in again.doomed] == [0, 2, 3]

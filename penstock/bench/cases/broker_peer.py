@@ -54,6 +54,8 @@ class PenstockBroker:
     def __init__(self, topics: int = 1, **flags: Any) -> None:
         self.bus: Any = None
         self.url = ""
+        self.urls: dict[str, str] = {}
+        """Where a broker of our own listens, by service; `url` is that of TCP."""
         self.pid = 0
         """The broker's own process; `server_pid` is the root of its tree."""
         self.topics: list[str] = []
@@ -80,7 +82,8 @@ class PenstockBroker:
             command += ["--set", f"{name.replace('__', '.', 1)}={text}"]
         self._server = Server(self.name, command, folder, env=clean_environment())
         record = await self._listening(data / "ports.json")
-        self.url, self.pid = record["urls"]["tcp"], record["pid"]
+        self.urls, self.pid = record["urls"], record["pid"]
+        self.url = self.urls["tcp"]
         self.bus = await connect(self.url).open()
 
     async def _listening(self, path: Path) -> dict[str, Any]:
