@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import penstock
+from penstock.engines import layout
 from penstock.server import expanding
 from penstock.server.session import Session
 from penstock.testing.broker_process import broker_inside
@@ -117,5 +118,26 @@ async def test_a_frame_that_does_not_expand_ends_its_connection_only(
             with pytest.raises(penstock.PenstockError):
                 await bus.publish("orders", LARGE, codec="raw")
             await other.publish("elsewhere", b"at once")
+    finally:
+        await daemon.stop()
+
+
+async def test_a_batch_is_weighed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """T13: whether compressing pays is looked at where the batch comes in, and not again on the loop."""
+    weighed: list[int] = []
+
+    def weigh(data: Any, compressor: Any) -> bool:
+        weighed.append(len(data))
+        return False
+
+    daemon = broker_inside(tmp_path, FLAGS)
+    await daemon.start()
+    try:
+        async with penstock.connect(f"penstock://127.0.0.1:{daemon.ports['tcp']}") as bus:
+            await bus.topics.create("orders")
+            monkeypatch.setattr(layout, "worth_compressing", weigh)
+            await bus.publish_many("orders", [b"%0100d" % number for number in range(100)])
+            assert len(weighed) == 1
+            assert len([event async for event in bus.replay("orders")]) == 100
     finally:
         await daemon.stop()
