@@ -1,7 +1,8 @@
 """The commit loop: takes what waits, writes it in one go, and only then lets it be true.
 
 While one commit is written the loop collects the next: under load commits grow by themselves,
-and one fdatasync pays for everything that arrived meanwhile.
+and one fdatasync pays for everything that arrived meanwhile. A tenant that has nothing in it does
+not wait for it: its commit is written and synced beside, and becomes true behind it.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from penstock.core.lease import Lease
 from penstock.engines.layout import Layout, Placed
 from penstock.engines.pending import Pending, Submission
 from penstock.engines.runtime import Runtime
-from penstock.engines.writer import Writer
+from penstock.engines.taken import Taken, refuse
+from penstock.engines.writer import SIDE_BY_SIDE, Writer, Writing
 from penstock.log.frame import CONTROL, frame_bytes
-from penstock.log.journal import Commit, Journal
+from penstock.log.journal import Journal
 from penstock.model.errors import BusClosed, DiskFull, PenstockError, WriterFailed
 from penstock.model.settings import Settings
 
@@ -41,20 +43,6 @@ class Source(Protocol):
     def news_bytes(self) -> int:
         """An upper bound on what `drain` would return takes in the journal."""
         ...
-
-
-class Taken:
-    """One commit and what to do when it is durable."""
-
-    __slots__ = ("commit", "drained", "leases", "placed", "submissions")
-
-    def __init__(self, commit: Commit) -> None:
-        self.commit = commit
-        self.drained = True
-        """Whether everything settled so far is in it; not when there was no room."""
-        self.submissions: list[Submission] = []
-        self.placed: list[Placed] = []
-        self.leases: list[Lease] = []
 
 
 class CommitLoop:
@@ -89,6 +77,8 @@ class CommitLoop:
         """Whether what the machines have to write is worth a commit of its own by now."""
         self._room: deque[asyncio.Future[None]] = deque()
         self._flushes: list[asyncio.Future[None]] = []
+        self._under_way: deque[tuple[Writing | None, Taken]] = deque()
+        """Taken and not known to be durable, oldest first; None where there was nothing to write."""
         self._task: asyncio.Task[None] | None = None
         self._syncer: asyncio.Task[None] | None = None
         self._full: DiskFull | None = None
@@ -177,32 +167,58 @@ class CommitLoop:
 
     async def _run(self) -> None:
         try:
-            while True:
+            while self.failed is None:
                 await self._wake.wait()
                 self._wake.clear()
-                # At the end nothing new is begun, or a busy bus would not end.
-                while self._pending or self._flushes or (self._due and not self._closing):
+                while self._work_waits():
                     if not await self._step():
                         break
-                if self._closing:
+                if self._closing and not self._under_way:
                     return
         except PenstockError as error:
             self._stop(error)
         except Exception as error:
-            self._stop(WriterFailed(f"the commit loop failed: {error!r}. Open the folder again"))
+            self._stop(_broken(error))
             raise
 
+    def _work_waits(self) -> bool:
+        """Whether a commit should begin now.
+
+        While one is under way others begin only for tenants that have none in it: a tenant waits
+        for its own commits and no one else's, and what arrives meanwhile still shares the next.
+        """
+        if self.failed is not None or len(self._under_way) >= SIDE_BY_SIDE:
+            return False
+        if self._under_way:
+            return self._pending.others(self._busy())
+        # At the end nothing new is begun, or a busy bus would not end.
+        return bool(self._pending or self._flushes or (self._due and not self._closing))
+
+    def _busy(self) -> set[str]:
+        return {each.tenant for _, taken in self._under_way for each in taken.submissions}
+
     async def _step(self) -> bool:
-        """One commit; False when there is no room for what waits."""
+        """Begin one commit; False when there is no room for what waits."""
         await self._find_room()
-        taken, flushes = self._take(), self._flushes
-        self._flushes = []
+        now_us = self._runtime.wall_us()
+        if self._under_way and self._journal.rolls(now_us, self._first_bytes()):
+            await self._nothing_under_way()  # a file that is left is whole
+        taken = self._take(now_us)
+        taken.flushes, self._flushes = self._flushes, []
         if not taken.commit.entries:  # nothing to write: no work, no room, or only duplicates
-            self._finish(taken, flushes)
+            self._under_way.append((None, taken))
+            self._end_commits()
             return bool(taken.submissions)
         self._journal.place(taken.commit)
-        began = self._runtime.now()
         try:
+            if self._under_way and not self._writer.beside(taken.commit):
+                await self._nothing_under_way()
+            if self._writer.beside(taken.commit):
+                writing = self._writer.begin(taken.commit)
+                self._under_way.append((writing, taken))
+                writing.synced.add_done_callback(self._synced)
+                return True
+            began = self._runtime.now()
             await self._writer.write(taken.commit)
         except BaseException as error:
             cause = (
@@ -210,22 +226,54 @@ class CommitLoop:
                 if isinstance(error, PenstockError)
                 else WriterFailed(f"commit failed: {error!r}")
             )
-            self._fail(taken.submissions, cause)
-            self._flushes += flushes
+            refuse(taken.submissions, cause)
+            self._flushes += taken.flushes
             raise
-        self.commits += 1
-        self.write_s += self._runtime.now() - began
-        self._finish(taken, flushes)
-        self._give_room()
+        self._finish(taken, self._runtime.now() - began)
         return True
 
-    def _finish(self, taken: Taken, flushes: list[asyncio.Future[None]]) -> None:
+    async def _nothing_under_way(self) -> None:
+        while self._under_way:
+            await self._wake.wait()
+            self._wake.clear()
+        if self.failed is not None:
+            raise self.failed
+
+    def _synced(self, synced: asyncio.Future[None]) -> None:
+        if not synced.cancelled():
+            synced.exception()  # one behind a failed one is not asked any more
+        try:
+            self._end_commits()
+        except PenstockError as error:
+            self._stop(error)
+        except Exception as error:
+            self._stop(_broken(error))
+            raise
+        finally:
+            self._wake.set()
+
+    def _end_commits(self) -> None:
+        """Let those become true that are durable, in their order: none before one that is not."""
+        while self._under_way and self.failed is None:
+            writing, taken = self._under_way[0]
+            took_s = 0.0
+            if writing is not None:
+                if not writing.synced.done():
+                    return
+                took_s = self._writer.end(writing)
+            self._under_way.popleft()
+            self._finish(taken, took_s)
+
+    def _finish(self, taken: Taken, took_s: float) -> None:
+        if taken.commit.entries:
+            self.commits += 1
+            self.write_s += took_s
         try:
             if taken.commit.entries or taken.leases:
                 self._committed(taken)
         finally:  # it is durable, whatever happens now
-            self._answer(taken.submissions)
-            self._resolve(flushes, None if taken.drained else self._full)
+            taken.answer(self._full)
+        self._give_room()
 
     async def _find_room(self) -> None:
         """Have a spare journal file ready, or know that the disk is full."""
@@ -242,10 +290,11 @@ class CommitLoop:
 
     def _first_bytes(self) -> int:
         """Room that the next commit needs at the least."""
-        return self._pending.first_size() + max(CONTROL_ROOM_BYTES, self._source.news_bytes())
+        return self._pending.first_size(self._busy()) + max(
+            CONTROL_ROOM_BYTES, self._source.news_bytes()
+        )
 
-    def _take(self) -> Taken:
-        now_us = self._runtime.wall_us()
+    def _take(self, now_us: int) -> Taken:
         commit = self._journal.begin(now_us, self._first_bytes())
         taken = Taken(commit)
         taken.drained = self._journal.fits(commit, self._source.news_bytes(), reserve=True)
@@ -258,9 +307,10 @@ class CommitLoop:
                 self._settings.journal.commit_max_bytes,
                 self._settings.journal.tenant_quantum_bytes,
                 lambda size: taken.drained and self._journal.fits(commit, size + frame_bytes(0)),
+                self._busy(),
             )
             if not chosen and len(commit) == before and self._full is not None:
-                self._fail(self._pending.drop(), self._full)
+                refuse(self._pending.drop(), self._full)
                 self._give_room()
             taken.submissions = chosen
             try:
@@ -268,7 +318,7 @@ class CommitLoop:
                 self._lease_at_once(taken)
             except Exception as error:
                 # Some have their offsets already: nothing after them can be true any more.
-                self._fail(chosen, WriterFailed(f"a commit could not be laid out: {error!r}"))
+                refuse(chosen, WriterFailed(f"a commit could not be laid out: {error!r}"))
                 raise
         return taken
 
@@ -295,7 +345,7 @@ class CommitLoop:
                 if submission.check is not None:
                     submission.check()
             except PenstockError as error:
-                self._fail([submission], error)
+                refuse([submission], error)
             else:
                 yield submission
 
@@ -321,33 +371,21 @@ class CommitLoop:
 
     # -- the end -------------------------------------------------------------------------------
 
-    @staticmethod
-    def _answer(submissions: list[Submission]) -> None:
-        for submission in submissions:
-            if not submission.future.done():
-                submission.future.set_result(submission.receipts)
-
-    @staticmethod
-    def _resolve(flushes: list[asyncio.Future[None]], full: DiskFull | None = None) -> None:
-        for done in flushes:
-            if not done.done() and full is not None:
-                done.set_exception(full)
-            elif not done.done():
-                done.set_result(None)
-
-    @staticmethod
-    def _fail(submissions: list[Submission], error: BaseException) -> None:
-        for submission in submissions:
-            if not submission.future.done():
-                submission.future.set_exception(error)
-
     def _stop(self, error: PenstockError) -> None:
         if self.failed is None:
             self.failed = error
-        self._fail(self._pending.drop(), error)
+        refuse(self._pending.drop(), error)
+        for _, taken in self._under_way:
+            refuse(taken.submissions, error)
+            self._flushes += taken.flushes
+        self._under_way.clear()
         for waiting in (*self._room, *self._flushes):
             if not waiting.done():
                 waiting.set_exception(error)
                 waiting.exception()  # whoever waits sees it; nobody may be waiting any more
         self._room.clear()
         self._flushes.clear()
+
+
+def _broken(error: Exception) -> WriterFailed:
+    return WriterFailed(f"the commit loop failed: {error!r}. Open the folder again")

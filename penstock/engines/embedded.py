@@ -28,7 +28,7 @@ from penstock.core.state import DeadLetterEntry
 from penstock.engines.administration import Administration
 from penstock.engines.audittrail import AuditTrail
 from penstock.engines.brake import Brake
-from penstock.engines.commitloop import CommitLoop, Taken
+from penstock.engines.commitloop import CommitLoop
 from penstock.engines.deadletters import Graveyard
 from penstock.engines.dispatcher import Dispatcher
 from penstock.engines.engine import Draft, LogFeed, QueueFeed, Request, Subscribe, Transaction
@@ -40,6 +40,7 @@ from penstock.engines.layout import Layout, Placed
 from penstock.engines.logreader import LogGroup
 from penstock.engines.reading import event_at, stored_batches
 from penstock.engines.runtime import Runtime
+from penstock.engines.taken import Taken
 from penstock.engines.timekeeper import Timekeeper
 from penstock.engines.topics import Topics
 from penstock.engines.views import known_topic

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from penstock.core.entry import Entry
@@ -72,20 +72,31 @@ class Pending:
         queue.append(submission)
         self.bytes += submission.size
 
-    def first_size(self) -> int:
+    def others(self, busy: Collection[str]) -> bool:
+        """Whether anybody waits but these tenants."""
+        return any(tenant not in busy for tenant in self._queues)
+
+    def first_size(self, busy: Collection[str] = ()) -> int:
         """Size of the submission that would be taken first."""
-        for queue in self._queues.values():
-            return queue[0].size
+        for tenant, queue in self._queues.items():
+            if tenant not in busy:
+                return queue[0].size
         return 0
 
-    def take(self, budget: int, quantum: int, fits: Callable[[int], bool]) -> list[Submission]:
-        """The submissions of one commit; at least one, if it fits."""
+    def take(
+        self,
+        budget: int,
+        quantum: int,
+        fits: Callable[[int], bool],
+        busy: Collection[str] = (),
+    ) -> list[Submission]:
+        """The submissions of one commit, none of a busy tenant's; at least one, if it fits."""
         taken: list[Submission] = []
         if len(self._queues) == 1:
             quantum = budget
         spent = 0
         served: dict[str, deque[Submission]] = {}
-        for tenant in list(self._queues):
+        for tenant in [each for each in self._queues if each not in busy]:
             queue = self._queues.pop(tenant)
             share = 0
             while queue and (

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import TypeVar, TypeVarTuple
@@ -121,13 +121,9 @@ class Runtime:
         """Run on the writer's thread."""
         return await self._writer.run(function, *args)
 
-    async def sync(self, descriptor: int) -> None:
-        """Have an open file's bytes on stable storage; raises OSError when they may not be."""
-        synced = self._ask_kernel(descriptor)
-        if synced is None:
-            await self.write(os.fdatasync, descriptor)
-        else:
-            await synced
+    def sync(self, descriptor: int) -> Awaitable[None]:
+        """Have an open file's bytes on stable storage; gives OSError when they may not be."""
+        return self._ask_kernel(descriptor) or self.write(os.fdatasync, descriptor)
 
     def _ask_kernel(self, descriptor: int) -> asyncio.Future[None] | None:
         """A sync that is under way; None when the system does not take it, now or ever."""

@@ -31,9 +31,11 @@ DSYNC = getattr(os, "RWF_DSYNC", 0)  # Linux; elsewhere a write and a sync
 class File(Protocol):
     """One open file. Appends go to `end`; nothing is durable before `sync`."""
 
-    @property
-    def descriptor(self) -> int | None:
-        """What the operating system knows the file by, if it does."""
+    def descriptors(self, count: int) -> Sequence[int]:
+        """What the operating system knows the file by: up to `count` of them, or none.
+
+        Each is an opening of its own, so that a write that failed is told to whoever syncs any.
+        """
         ...
 
     def append(self, parts: Sequence[Bytes]) -> None:
@@ -192,10 +194,13 @@ class RealFile:
         self._fd = descriptor
         self._end = os.fstat(descriptor).st_size
         self._map: mmap.mmap | None = None
+        self._more: list[int] = []
 
-    @property
-    def descriptor(self) -> int | None:
-        return self._fd
+    def descriptors(self, count: int) -> Sequence[int]:
+        with contextlib.suppress(OSError):  # no /proc, or too many files are open: fewer will do
+            while len(self._more) < count - 1:
+                self._more.append(os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC))
+        return [self._fd, *self._more]
 
     def append(self, parts: Sequence[Bytes]) -> None:
         self._append(parts, 0)
@@ -276,8 +281,10 @@ class RealFile:
 
     def close(self) -> None:
         if self._fd >= 0:
-            os.close(self._fd)
+            for descriptor in (self._fd, *self._more):
+                os.close(descriptor)
             self._fd = -1
+            self._more.clear()
 
 
 class RealLock:

@@ -170,15 +170,19 @@ class Journal:
             return 0
         return max(self._settings.file_bytes, size) + SLACK_BYTES
 
-    def begin(self, now_us: int, first_bytes: int) -> Commit:
-        """Start a commit; it goes to the spare file when the active one is full or old."""
+    def rolls(self, now_us: int, first_bytes: int) -> bool:
+        """Whether a commit that begins now goes to the spare file: the active one is full or old."""
         used = self.position - self.base
         full = self._file is None or used + first_bytes + SLACK_BYTES > self._allocated
         past = used >= self._settings.file_bytes
         old = (
             used > ROLL_LEAST_BYTES and now_us - self._opened_us > self._settings.roll_after_s * 1e6
         )
-        if not self._spare_bytes or not (full or past or old):
+        return self._spare_bytes > 0 and (full or past or old)
+
+    def begin(self, now_us: int, first_bytes: int) -> Commit:
+        """Start a commit; it goes to the spare file when the active one is full or old."""
+        if not self.rolls(now_us, first_bytes):
             return Commit(self.position, self.durable, None)
         header = FileHeader(FORMAT, self.epoch, self.position, now_us)
         commit = Commit(self.position, self.durable, header)
@@ -197,10 +201,9 @@ class Journal:
             keep = min(self._settings.reserve_bytes, self._settings.file_bytes // 4)
         return commit.end - self.base + size + keep <= self._allocated
 
-    @property
-    def descriptor(self) -> int | None:
-        """The active file, for whoever syncs it; None where the operating system knows none."""
-        return None if self._file is None else self._file.descriptor
+    def descriptors(self, count: int) -> Sequence[int]:
+        """The active file, for whoever syncs it; none where the operating system knows none."""
+        return () if self._file is None else self._file.descriptors(count)
 
     def place(self, commit: Commit) -> None:
         """Take the commit's place in the journal; the next one begins behind it."""

@@ -27,13 +27,15 @@ class MemoryFile:
     """A `File` over `Pages`; every handle has its own append position."""
 
     __slots__ = ("_disk", "_end", "_node", "_state")
-    descriptor = None
 
     def __init__(self, disk: MemoryDisk, node: MemoryNode, *, write: bool) -> None:
         self._disk = disk
         self._node = node
         self._end = node.pages.length
         self._state = 2 if write else 1  # 2 writable, 1 readable, 0 closed
+
+    def descriptors(self, count: int) -> Sequence[int]:
+        return ()
 
     def append(self, parts: Sequence[Bytes]) -> None:
         self._need(2)

@@ -21,7 +21,7 @@ from penstock.testing.sim_inode import SimInode
 from penstock.testing.sim_names import Names, SimNames
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 
 UNLIMITED_BYTES = 1 << 40  # what a disk without a set capacity has: more than any run writes
@@ -29,6 +29,7 @@ UNLIMITED_BYTES = 1 << 40  # what a disk without a set capacity has: more than a
 # Each crash draws one of these as its share of lost sectors and names: mixed dice alone would
 # hardly ever show the plain cases, in which everything or nothing survives.
 LOST_SHARES = (0.0, 0.05, 0.5, 0.95, 1.0)
+MAX_OPENINGS = 8  # of one file at a time, for syncs side by side
 
 
 class SimCrash(BaseException):
@@ -90,7 +91,7 @@ class SimDisk:
         self._inodes = 0
         self._used_bytes = 0
         self._names = SimNames()
-        self._opened: dict[int, SimInode] = {}
+        self._openings: dict[int, tuple[SimInode, int]] = {}
 
     def open(self, path: str, *, create: bool = False, write: bool = False) -> SimFile:
         self.check_power()
@@ -102,12 +103,24 @@ class SimDisk:
             self._inodes += 1
             self._rename(_parent(path), [(path, SimInode(self._inodes))])
         inode = live.get(path)
-        self._opened[inode.number] = inode
         return SimFile(self, inode, write=create or write)
 
-    def opened(self, descriptor: int) -> SimInode:
-        """The file that was opened as this, as the system would know it."""
-        return self._opened[descriptor]
+    def openings(self, inode: SimInode, count: int) -> Sequence[int]:
+        """Numbers by which the system knows a file that was opened so many times."""
+        first = inode.number * MAX_OPENINGS
+        for number in range(first, first + count):
+            self._openings.setdefault(number, (inode, inode.failed_syncs))
+        return range(first, first + count)
+
+    def sync_opening(self, number: int) -> None:
+        """Sync a file by one of its openings: each hears once of what failed since it last did."""
+        inode, told = self._openings[number]
+        try:
+            if inode.failed_syncs > told:
+                raise os_error(errno.EIO)
+            self.sync(inode)
+        finally:
+            self._openings[number] = (inode, inode.failed_syncs)
 
     def list(self, folder: str) -> list[str]:
         self.check_power()

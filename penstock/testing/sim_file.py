@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class SimFile:
     """A `File` on a `SimDisk`."""
 
-    __slots__ = ("_disk", "_end", "_inode", "_open", "_writable", "descriptor")
+    __slots__ = ("_disk", "_end", "_inode", "_open", "_writable")
 
     def __init__(self, disk: SimDisk, inode: SimInode, *, write: bool) -> None:
         self._disk = disk
@@ -26,7 +26,9 @@ class SimFile:
         self._end = inode.pages.length
         self._writable = write
         self._open = True
-        self.descriptor = inode.number
+
+    def descriptors(self, count: int) -> Sequence[int]:
+        return self._disk.openings(self._inode, count)
 
     def append(self, parts: Sequence[Bytes]) -> None:
         # Like pwritev, a full disk or a power cut may leave a front part of it.

@@ -49,13 +49,14 @@ class Fate:
 class SimInode:
     """One simulated file: live bytes, and what of them a crash may still take."""
 
-    __slots__ = ("_dropped", "_size_floor", "linked", "log", "number", "pages")
+    __slots__ = ("_dropped", "_size_floor", "failed_syncs", "linked", "log", "number", "pages")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.pages = Pages()
         self.log: list[Change] = []
         self.linked = True
+        self.failed_syncs = 0
         self._dropped = False  # a failed sync has left doomed changes in the log
         self._size_floor = 0  # lengths set by changes below this index are durable
 
@@ -96,6 +97,7 @@ class SimInode:
     def fail_sync(self) -> None:
         """Forget, as Linux does after EIO, that the waiting changes are not on the disk."""
         self._dropped = True
+        self.failed_syncs += 1
         for change in self.log:
             change.doomed = not change.synced
 
@@ -114,6 +116,7 @@ class SimInode:
         ]
         twin.linked = self.linked
         twin._size_floor, twin._dropped = self._size_floor, self._dropped
+        twin.failed_syncs = self.failed_syncs
         return twin
 
     def crash(self, rng: Random, *, lost: float, torn: float, counts: Counter[str]) -> None:

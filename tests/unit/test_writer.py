@@ -7,6 +7,7 @@ import errno
 import os
 import threading
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ import pytest
 
 import penstock
 from penstock.engines import kernel_sync, writer
+from penstock.engines.engine import Draft
 from penstock.engines.kernel_sync import KernelSync, _Completion
 from penstock.engines.runtime import Runtime
 from penstock.engines.writer import SLOW_WRITES, STALLED_WRITES, Haste
+from penstock.log.disk import RealDisk
 from penstock.log.journal import Journal, Watermark
 from penstock.model.errors import WriterFailed
 
@@ -331,3 +334,103 @@ async def test_several_files_at_once_and_one_that_is_none(tmp_path: Path) -> Non
         kernel.close()
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+# -- commits of several tenants side by side (T11) ------------------------------------------------
+
+
+class Branch:
+    """Two tenants on one engine whose syncs end when a test says so."""
+
+    def __init__(self, bus: penstock.Bus, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self.engine = bus.engine
+
+    async def publish(self, tenant: str) -> asyncio.Task[Any]:
+        draft = Draft("t", [tenant.encode()], tenant=tenant, codec="raw")
+        task = asyncio.create_task(self.engine.publish(draft))
+        await _turns()
+        return task
+
+    async def synced(self) -> asyncio.Future[None]:
+        return await asyncio.wait_for(self.kernel.asked.get(), 10)
+
+
+async def _turns() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def branch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Branch]:
+    async with penstock.connect(tmp_path, durability__quick_sync_us=0) as bus:
+        for _ in range(SLOW_WRITES):
+            await bus.publish("t", b"")
+        with monkeypatch.context() as patch:
+            yield Branch(bus, Kernel(patch))
+
+
+async def test_a_tenant_does_not_wait_for_the_commit_of_another(branch: Branch) -> None:
+    loud, quiet = await branch.publish("loud"), await branch.publish("quiet")
+    first, second = await branch.synced(), await branch.synced()
+    more = await branch.publish("loud")
+    assert branch.kernel.asked.empty(), "a tenant's own commits come one after another"
+    first.set_result(None)
+    await _turns()
+    assert loud.done()
+    assert not quiet.done()
+    second.set_result(None)
+    third = await branch.synced()
+    third.set_result(None)
+    receipts = await asyncio.gather(loud, quiet, more)
+    assert [each.offset for each in receipts] == [SLOW_WRITES + n for n in range(3)]
+
+
+async def test_what_is_synced_first_becomes_true_in_its_order(branch: Branch) -> None:
+    loud, quiet = await branch.publish("loud"), await branch.publish("quiet")
+    first, second = await branch.synced(), await branch.synced()
+    second.set_result(None)
+    await _turns()
+    assert not quiet.done(), "behind one that may be lost"
+    assert branch.engine.log.bounds("t", 0)[1] == SLOW_WRITES
+    first.set_result(None)
+    assert [each.offset for each in await asyncio.gather(loud, quiet)] == [32, 33]
+
+
+async def test_a_commit_behind_one_that_failed_is_not_true(branch: Branch) -> None:
+    loud, quiet = await branch.publish("loud"), await branch.publish("quiet")
+    first, second = await branch.synced(), await branch.synced()
+    second.set_result(None)
+    first.set_exception(OSError(errno.EIO, "Input/output error"))
+    for task in (loud, quiet):
+        with pytest.raises(WriterFailed, match="could not make events durable"):
+            await task
+    assert branch.engine.log.bounds("t", 0)[1] == SLOW_WRITES
+    with pytest.raises(WriterFailed):
+        await (await branch.publish("quiet"))
+
+
+async def test_a_large_commit_waits_until_nothing_is_under_way(branch: Branch) -> None:
+    loud = await branch.publish("loud")
+    first = await branch.synced()
+    large = Draft("t", [os.urandom(100_000)] * 2, tenant="quiet", codec="raw")
+    waiting = asyncio.create_task(branch.engine.publish(large))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    first.set_result(None)
+    assert [each.offset for each in await asyncio.gather(loud, waiting)] == [32, 33]
+
+
+def test_openings_of_a_file_are_the_same_file_and_not_each_other(tmp_path: Path) -> None:
+    # Linux tells each opening of its own once that a write failed.
+    disk = RealDisk(tmp_path)
+    file = disk.open("a", create=True)
+    first, second = file.descriptors(2)
+    assert os.fstat(first).st_ino == os.fstat(second).st_ino
+    os.lseek(second, 5, os.SEEK_SET)
+    assert os.lseek(first, 0, os.SEEK_CUR) == 0, "duplicates would share their place"
+    assert list(file.descriptors(2)) == [first, second]
+    file.close()
+    for descriptor in (first, second):
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)

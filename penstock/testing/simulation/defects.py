@@ -12,8 +12,9 @@ from penstock.core import intervention
 from penstock.core.delivery import QueueGroup
 from penstock.core.lease import Lane, Run
 from penstock.engines.audittrail import AuditTrail
-from penstock.engines.commitloop import CommitLoop, Taken
+from penstock.engines.commitloop import CommitLoop
 from penstock.engines.housekeeping import Housekeeper
+from penstock.engines.taken import Taken
 from penstock.engines.timekeeper import Timekeeper
 from penstock.log.eventlog import EventLog
 from penstock.log.recovery import Recovery
@@ -56,8 +57,8 @@ def _replayed_twice(original: Any) -> Any:
 def _flush_without_room(original: Any) -> Any:
     """On a full disk a flush returned although nothing of it was written."""
 
-    def take(self: CommitLoop) -> Taken:
-        taken: Taken = original(self)
+    def take(self: CommitLoop, now_us: int) -> Taken:
+        taken: Taken = original(self, now_us)
         taken.drained = True
         return taken
 

@@ -15,9 +15,10 @@ from penstock.core.holdback import KeyGate
 from penstock.core.lease import EXPIRED, FENCED, Lane, Lease, Run
 from penstock.core.schedule import Delayed
 from penstock.engines.audittrail import AuditTrail
-from penstock.engines.commitloop import CommitLoop, Taken
+from penstock.engines.commitloop import CommitLoop
 from penstock.engines.layout import Layout, Placed
 from penstock.engines.logreader import LogReader
+from penstock.engines.taken import Taken
 from penstock.log.journal import Commit
 from penstock.testing.simulation.defects import DEFECTS
 from penstock.testing.simulation.mutant import Broken, Mutant, nothing_async
@@ -25,17 +26,17 @@ from penstock.testing.simulation.storage_mutants import STORAGE_MUTANTS
 
 
 def _early_ack(original: Any) -> Any:
-    def take(self: CommitLoop) -> Taken:
-        taken: Taken = original(self)
-        self._answer(taken.submissions)
+    def take(self: CommitLoop, now_us: int) -> Taken:
+        taken: Taken = original(self, now_us)
+        taken.answer(None)
         return taken
 
     return take
 
 
 def _early_delivery(original: Any) -> Any:
-    def take(self: CommitLoop) -> Taken:
-        taken: Taken = original(self)
+    def take(self: CommitLoop, now_us: int) -> Taken:
+        taken: Taken = original(self, now_us)
         leases, taken.leases = taken.leases, []
         self._source.deliver(leases)  # type: ignore[attr-defined]
         return taken

@@ -30,6 +30,7 @@ class Producer:
         self.oracle: Oracle = world.oracle
         self.rng = rng
         self.number = number
+        self.bus = world.tenants[number % len(world.tenants)]
         self.topics = list(world.plan.topics)
         self._acts: list[tuple[int, Callable[[], Awaitable[None]]]] = [
             (50, self._one),
@@ -76,7 +77,7 @@ class Producer:
         sent = self._draw(self.rng.choice(self.topics))
         await self._settle(
             [sent],
-            self.world.bus.publish(sent.topic, sent.payload, **self._options(sent)),
+            self.bus.publish(sent.topic, sent.payload, **self._options(sent)),
             "publish",
         )
 
@@ -95,7 +96,7 @@ class Producer:
         await self._settle(sents, self._publish_many(topic, sents, tokens), "publish_many")
 
     def _publish_many(self, topic: str, sents: list[Sent], tokens: Any) -> Awaitable[Receipt]:
-        return self.world.bus.publish_many(
+        return self.bus.publish_many(
             topic,
             [sent.payload for sent in sents],
             keys=[sent.key for sent in sents],
@@ -110,7 +111,7 @@ class Producer:
 
     async def _send_token(self, sent: Sent) -> None:
         known = sent.status == STORED and not sent.due_us
-        call = self.world.bus.publish(
+        call = self.bus.publish(
             sent.topic,
             sent.payload,
             key=sent.key,
@@ -142,7 +143,7 @@ class Producer:
         sent.due_us = self.world.clock.wall_us() + round(delay_s * 1e6)
         if self.rng.random() < 0.3:
             sent.token = f"t{sent.number}"
-        call = self.world.bus.publish(
+        call = self.bus.publish(
             sent.topic, sent.payload, key=sent.key, headers=sent.headers or None,
             idempotency_key=sent.token, delay_s=delay_s,
         )  # fmt: skip
@@ -152,7 +153,7 @@ class Producer:
         deal = Deal()
 
         async def commit() -> Receipt | None:
-            async with self.world.bus.transaction() as tx:
+            async with self.bus.transaction() as tx:
                 for topic in self.rng.sample(self.topics, self.rng.randint(2, 4)):
                     sent = self._draw(topic, small=self.rng.random() < 0.9)
                     sent.tx = deal
@@ -171,7 +172,7 @@ class Producer:
         """A transaction that its owner gives up stores nothing."""
         sents = [self._draw(topic, small=True) for topic in self.rng.sample(self.topics, 2)]
         try:
-            async with self.world.bus.transaction() as tx:
+            async with self.bus.transaction() as tx:
                 for sent in sents:
                     tx.publish(sent.topic, sent.payload)
                 raise LookupError
@@ -183,7 +184,7 @@ class Producer:
         known = [topic for topic in self.topics if topic in self.world.engine.state.topics]
         for size in SIZES[-2:] if known else ():
             sent = self._draw(self.rng.choice(known), size=size)
-            call = self.world.bus.publish(sent.topic, sent.payload, **self._options(sent))
+            call = self.bus.publish(sent.topic, sent.payload, **self._options(sent))
             await self._settle([sent], call, "publish")
 
     async def fill(self) -> None:

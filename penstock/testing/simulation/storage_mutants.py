@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Iterator
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import penstock.log.frame as frame_module
 import penstock.log.side as side_module
 from penstock.engines import housekeeping
+from penstock.engines.commitloop import CommitLoop
 from penstock.engines.runtime import Runtime
-from penstock.engines.writer import Writer
+from penstock.engines.writer import Writer, Writing
 from penstock.log.disk import File
 from penstock.log.journal import Commit, Journal, file_bases, file_name
 from penstock.log.manifest import Manifest
@@ -30,11 +32,16 @@ def _skip_fsync(original: Any) -> Any:
 
 
 def _skip_kernel_sync(original: Any) -> Any:
-    async def write_then_sync(self: Writer, commit: Commit, descriptor: int) -> None:
+    def begin(self: Writer, commit: Commit) -> Writing:
         self._journal.write(commit, sync=False)
-        self._journal.harden(commit.end)
+        synced = asyncio.get_running_loop().create_future()
+        synced.set_result(None)
+        descriptor = self._idle()
+        assert descriptor is not None
+        self._syncing.add(descriptor)
+        return Writing(commit, descriptor, synced, self._runtime.stopwatch(), 0.0)
 
-    return write_then_sync
+    return begin
 
 
 def _ignore_failed_kernel_sync(original: Any) -> Any:
@@ -43,6 +50,17 @@ def _ignore_failed_kernel_sync(original: Any) -> Any:
             await original(self, descriptor)
 
     return sync
+
+
+def _overtake(original: Any) -> Any:
+    def end_commits(self: CommitLoop) -> None:
+        for each in list(self._under_way):
+            writing, taken = each
+            if writing is None or writing.synced.done():
+                self._under_way.remove(each)
+                self._finish(taken, self._writer.end(writing) if writing is not None else 0.0)
+
+    return end_commits
 
 
 def _early_watermark(original: Any) -> Any:
@@ -150,8 +168,9 @@ def _ignore_hole(original: Any) -> Any:
 
 STORAGE_MUTANTS = (
     Mutant("skip-fsync", "what was acknowledged is durable", Journal, "write", _skip_fsync),
-    Mutant("skip-kernel-sync", "what the kernel syncs is acknowledged when it has", Writer, "_write_then_sync", _skip_kernel_sync),
+    Mutant("skip-kernel-sync", "what the kernel syncs is acknowledged when it has", Writer, "begin", _skip_kernel_sync),
     Mutant("ignore-failed-kernel-sync", "a failed sync of the kernel's is fatal too", SimRuntime, "sync", _ignore_failed_kernel_sync),
+    Mutant("overtake", "a commit becomes true behind those before it", CommitLoop, "_end_commits", _overtake),
     Mutant("early-watermark", "readers see durable events only", Journal, "write", _early_watermark),
     Mutant("drop-dedup", "a token is remembered over restarts", Fold, "_pieces", _drop_dedup),
     Mutant("skip-name-sync", "a new journal file's name is durable", Journal, "_roll", _deaf_roll),

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from typing import Any
 
 from penstock.bus.bus import Bus
 from penstock.engines.embedded import EmbeddedEngine
+from penstock.engines.writer import SIDE_BY_SIDE
 from penstock.model.errors import BusClosed, Rejected, WriterFailed
 from penstock.model.event import Identity
 from penstock.testing.sim_disk import SimCrash, SimDisk
@@ -41,6 +42,7 @@ from penstock.testing.simulation.producers import Producer
 
 DAMAGE_SHARE = 0.5  # of the closed folders are damaged, on a copy, and looked at
 HANG_S = 8.0  # a publish takes milliseconds, and a slow disk seconds
+TENANTS = ("acme", "bolt")  # beside the default one: their commits are under way side by side
 MAX_LIVES = 400  # a seed that needs more is not getting anywhere
 
 
@@ -53,7 +55,7 @@ class SimRuntime(LoopRuntime):
         self._clock = clock
         self._rng = rng
         self._disk = disk
-        self._kernel_lane = ThreadPoolExecutor(1, "kernel")
+        self._kernel_lanes = ThreadPoolExecutor(SIDE_BY_SIDE, "kernel")
 
     def wall_us(self) -> int:
         """What the machine believes the time is."""
@@ -63,11 +65,13 @@ class SimRuntime(LoopRuntime):
         """Bytes from the seed."""
         return self._rng.randbytes(count)
 
-    async def sync(self, descriptor: int) -> None:
-        """As the kernel does it beside the loop: some time later, and the power may fail before."""
-        inode = self._disk.opened(descriptor)
+    def sync(self, descriptor: int) -> Awaitable[None]:
+        """As the kernel does it beside the loop: some time later, and the power may fail before.
+
+        Of two that are under way the second may be the first to end.
+        """
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._kernel_lane, self._disk.sync, inode)
+        return loop.run_in_executor(self._kernel_lanes, self._disk.sync_opening, descriptor)
 
 
 class SimBus(Bus):
@@ -108,6 +112,8 @@ class World:
         self.crashed = False
         """How the last life ended."""
         self.bus: SimBus
+        self.tenants: list[SimBus]
+        """What producers publish by: each tenant's own."""
         self.engine: EmbeddedEngine
         self.doubtful: list[Sent] = []
         self.tokens: list[Sent] = []
@@ -209,8 +215,7 @@ class World:
         troubles.before_open()
         settings = self.plan.settings
         self.engine = EmbeddedEngine(self.disk, settings, self.runtime())
-        self.bus = SimBus(self.engine, settings, Identity(), self.engine.capabilities)
-        self.bus.clock = self.clock
+        self.bus = self._bus("default")
         try:
             await self.bus.open()
         except Exception as error:
@@ -220,6 +225,9 @@ class World:
                 )
             self.oracle.note("open failed", type(error).__name__)
             return
+        self.tenants = [self.bus, *(self._bus(tenant) for tenant in TENANTS)]
+        for tenant in self.tenants:
+            tenant._state = "open"  # the engine is, and they share it
         early = asyncio.ensure_future(self._guard(self._producer(0).at_once()))
         await self.checks.after_recovery()
         self.doubtful += [s for s in self.checks.newly_absent if s.token and s.status == ABSENT]
@@ -238,6 +246,12 @@ class World:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await troubles.close()
+
+    def _bus(self, tenant: str) -> SimBus:
+        identity = Identity(tenant=tenant)
+        bus = SimBus(self.engine, self.plan.settings, identity, self.engine.capabilities)
+        bus.clock = self.clock
+        return bus
 
     def _producer(self, number: int) -> Producer:
         return Producer(self, Random(self.rng.random()), number)
