@@ -38,6 +38,9 @@ QUEUE_RETRY_S = 0.1
 STORAGE_RETRY_S = 60.0
 """When to try again after the storage quota was full: retention frees space about this often."""
 
+AHEAD_S = 0.1
+"""How much of its rate a tenant may use in advance before it has to let others go first."""
+
 INGRESS_CEILING = 2
 """How far fair shares may carry the total above `max_global_ingress`: to twice the limit."""
 
@@ -217,6 +220,16 @@ class Admission:
             return ADMITTED
         refusal = _metered(state, events, 0, now_s, take=False)
         return ADMITTED if refusal is None else _refused(tenant, topic, *refusal)
+
+    def ahead(self, tenant: str, now_s: float) -> bool:
+        """Whether a tenant has lately used more than its rates."""
+        state = self._tenants.get(tenant)
+        if state is None or not state.metered:
+            return False
+        return any(
+            bucket is not None and bucket.ahead_s(now_s) > AHEAD_S
+            for bucket in (state.by_events, state.by_bytes)
+        )
 
     def admit_replay(self, tenant: str, now_s: float) -> Decision:
         """Let a replay start, or say why not."""

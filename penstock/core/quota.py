@@ -94,15 +94,23 @@ class Bucket:
         """How long until `amount` could be taken: 0 at once, None never."""
         if amount > self.capacity:
             return None
-        if now_s > self._at_s:
-            earned = (now_s - self._at_s) * self.rate_per_s
-            self._tokens = min(self.capacity, self._tokens + earned)
-            self._at_s = now_s
+        self._earn(now_s)
         missing = amount - self._tokens
         if missing <= SLACK:
             return 0.0
         # After a step back, nothing is earned until the clock is where it had been.
         return missing / self.rate_per_s + (self._at_s - now_s)
+
+    def _earn(self, now_s: float) -> None:
+        if now_s > self._at_s:
+            earned = (now_s - self._at_s) * self.rate_per_s
+            self._tokens = min(self.capacity, self._tokens + earned)
+            self._at_s = now_s
+
+    def ahead_s(self, now_s: float) -> float:
+        """For how long nothing would have to be taken until the bucket is full."""
+        self._earn(now_s)
+        return (self.capacity - self._tokens) / self.rate_per_s if self.rate_per_s else 0.0
 
     def take(self, amount: float) -> None:
         """Take out what `wait_s` just allowed."""

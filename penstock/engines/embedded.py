@@ -83,6 +83,8 @@ class EmbeddedEngine:
         self.routes = RouteCatalogue()
         self.on_commit: Callable[[Sequence[EventBatch]], None] | None = None
         """Called with the batches of each commit, once they are durable."""
+        self.pause_aside: Callable[[], None] | None = None
+        """Called in a thread before each piece of a large payload is written: others may come first."""
         self.lease_hold_s = 0.0
         """After a crash, how long leased events wait for a holder that may come back."""
         self._lock: Lock | None = None

@@ -88,7 +88,9 @@ class Intake:
     async def _put_aside(self, draft: Draft) -> None:
         batch = self._engine.layout.build_aside(draft)
         try:
-            size = await self._engine.runtime.read(put_aside, self._engine.disk, batch)
+            size = await self._engine.runtime.read(
+                put_aside, self._engine.disk, batch, self._engine.pause_aside
+            )
         except OSError as error:
             size = batch.payload_column.largest()
             raise DiskFull(

@@ -17,7 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import TypeVar, TypeVarTuple
 
+from penstock.engines.aio_sync import AioSync
 from penstock.engines.kernel_sync import KernelSync
+from penstock.engines.uring_sync import UringSync
 
 log = logging.getLogger("penstock.engine")
 
@@ -86,6 +88,14 @@ def _set_exception(future: asyncio.Future[T], error: BaseException) -> None:
         future.set_exception(error)
 
 
+def _open_kernel(loop: asyncio.AbstractEventLoop) -> KernelSync:
+    """The best that the system has: containers often forbid io_uring."""
+    try:
+        return UringSync(loop)
+    except OSError:
+        return AioSync(loop)
+
+
 class Runtime:
     """What an engine needs of the world beside a disk.
 
@@ -129,7 +139,7 @@ class Runtime:
         """A sync that is under way; None when the system does not take it, now or ever."""
         try:
             if self._kernel is None:
-                self._kernel = KernelSync(asyncio.get_running_loop())
+                self._kernel = _open_kernel(asyncio.get_running_loop())
             return self._kernel.sync(descriptor)
         except (OSError, NotImplementedError) as error:
             if self._kernel is None or getattr(error, "errno", None) in NO_SUCH_CALL:

@@ -7,7 +7,7 @@ its checksum; sealing puts the payload into the segment, and the side file goes.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from penstock.log.disk import Bytes, Disk, write_file
 from penstock.model.batch import EventBatch
@@ -29,8 +29,11 @@ def side_path(token: bytes) -> str:
 PIECE_BYTES = 128 << 10
 
 
-def put_aside(disk: Disk, batch: EventBatch) -> int:
-    """Make the payload of a batch of one durable in a file of its own; returns its bytes."""
+def put_aside(disk: Disk, batch: EventBatch, pause: Callable[[], None] | None = None) -> int:
+    """Make the payload of a batch of one durable in a file of its own; returns its bytes.
+
+    `pause` is called before each piece, for as long as others should have the disk.
+    """
     assert batch.count == 1
     column = batch.payload_column
     ends = column.ends()
@@ -41,6 +44,8 @@ def put_aside(disk: Disk, batch: EventBatch) -> int:
         nonlocal checksum
         for at in range(0, len(payload), PIECE_BYTES):
             piece = payload[at : at + PIECE_BYTES]
+            if pause is not None:
+                pause()
             checksum = crc32(piece, checksum)
             yield piece
 

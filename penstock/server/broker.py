@@ -31,6 +31,7 @@ from penstock.model.errors import (
 from penstock.model.event import Identity
 from penstock.model.settings import Settings
 from penstock.server.admin_gate import Gate
+from penstock.server.courtesy import Courtesy
 from penstock.server.ending import finished
 from penstock.server.fastpath import FastPath
 from penstock.server.inbound import check_hello, check_request
@@ -136,6 +137,8 @@ class Broker:
         self._doorkeeper = doorkeeper
         self.gate = Gate(engine, self.ask)
         self.fastpath = FastPath(settings.fastpath)
+        self.courtesy = Courtesy()
+        engine.pause_aside = self.courtesy.pause
         self._doors: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._minder: asyncio.Task[None] | None = None
 

@@ -41,7 +41,9 @@ class Daemon:
         self.counters = Counters()
         self.doorkeeper = Doorkeeper(self.settings.auth)
         self.broker = Broker(self.engine, self.settings, self.doorkeeper, self.counters)
-        self._tcp = TcpServer(self.settings, self.broker, self.broker.fastpath)
+        self._tcp = TcpServer(
+            self.settings, self.broker, self.broker.fastpath, self.broker.courtesy
+        )
         self._zmq = ZmqServer(self.settings, self.broker)
         self._fanout = Fanout(self.settings)
         self._http: HttpServer | None = None

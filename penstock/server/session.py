@@ -63,7 +63,7 @@ class Session:
         self._beats, self._beats_since_s = 0, 0.0
         self.feeds: dict[int, QueueOutlet | LogOutlet] = {}
         self._broker = broker
-        self._storing = Storing(broker.engine, self, broker.tally, broker.fastpath)
+        self._storing = Storing(broker.engine, self, broker.tally, broker.fastpath, broker.courtesy)
         asking = Asking(broker, self)
         self._attached = asyncio.Event()
         self._delivery = 0

@@ -27,6 +27,8 @@ from penstock.model.errors import (
 from penstock.model.event import Identity, Receipt
 from penstock.model.role import ADMIN
 from penstock.model.settings import Limits
+from penstock.model.topic import tenant_of
+from penstock.server.courtesy import Courtesy
 from penstock.server.fastpath import FastPath
 from penstock.server.inbound import check_transaction_key, inbound, owner
 from penstock.server.metrics_counters import Counters, duplicates_in
@@ -49,8 +51,14 @@ class Storing:
     """Takes the drafts of one session in."""
 
     def __init__(
-        self, engine: EmbeddedEngine, session: Session, tally: Counters, fastpath: FastPath
+        self,
+        engine: EmbeddedEngine,
+        session: Session,
+        tally: Counters,
+        fastpath: FastPath,
+        courtesy: Courtesy,
     ) -> None:
+        self._courtesy = courtesy
         self._engine = engine
         self._fastpath = fastpath
         self._tally = tally
@@ -60,6 +68,27 @@ class Storing:
     async def publish(self, frame: Frame) -> Frame:
         """Store the drafts of a frame, or say where they went when it came before."""
         wish: say.Publish = decode(frame.meta, say.Publish)
+        if self._fastpath.wants(frame.size_bytes):
+            return await self._publish(frame, wish)
+        if self._ahead(wish):
+            await self._courtesy.turn()
+            return await self._publish(frame, wish, self._courtesy)
+        self._courtesy.begin()
+        try:
+            return await self._publish(frame, wish)
+        finally:
+            self._courtesy.end()
+
+    def _ahead(self, wish: say.Publish) -> bool:
+        """Whether a frame is of a tenant ahead of its rate: as a rule all of it is of one tenant."""
+        if not wish.drafts:
+            return False
+        tenant = tenant_of(wish.drafts[0].topic) or self._session.identity.tenant
+        return self._engine.admission.ahead(tenant, self._engine.runtime.now())
+
+    async def _publish(
+        self, frame: Frame, wish: say.Publish, courtesy: Courtesy | None = None
+    ) -> Frame:
         stored = self._before(wish.sequence)
         if wish.withheld and not stored:
             self._withheld(wish.withheld)
@@ -87,6 +116,8 @@ class Storing:
             except PenstockError as error:
                 faults[number] = to_fault(error)
         if drafts:
+            if courtesy is not None:
+                await courtesy.turn()
             numbers = list(drafts)
 
             def note(places: list[int]) -> Entry:

@@ -7,6 +7,7 @@ import logging
 
 from penstock.model.errors import InvalidSettings
 from penstock.model.settings import Settings
+from penstock.server.courtesy import Courtesy
 from penstock.server.fastpath import FastPath
 from penstock.server.link import Connections
 from penstock.server.log_quota import LogQuota
@@ -26,10 +27,15 @@ class TcpServer:
     """Listens, and keeps the links."""
 
     def __init__(
-        self, settings: Settings, broker: Connections, fastpath: FastPath | None = None
+        self,
+        settings: Settings,
+        broker: Connections,
+        fastpath: FastPath | None = None,
+        courtesy: Courtesy | None = None,
     ) -> None:
         self.settings = settings
         self.fastpath = fastpath
+        self.courtesy = courtesy
         self.broker = broker
         self.links: set[TcpLink] = set()
         self.scratch = bytearray(SCRATCH_BYTES)

@@ -16,6 +16,7 @@ from penstock.engines.outbox import Outbox, keep_alive
 from penstock.engines.room import large_room
 from penstock.model.errors import PenstockError, ProtocolViolation
 from penstock.model.settings import Settings
+from penstock.server.courtesy import LOOK_S, PATIENCE_S, Courtesy
 from penstock.server.detour import Detour
 from penstock.server.expanding import Expansion, expands
 from penstock.server.fastpath import FastPath
@@ -65,6 +66,7 @@ class Host(Protocol):
     links: set[TcpLink]
     scratch: bytearray
     fastpath: FastPath | None
+    courtesy: Courtesy | None
     refusals: LogQuota
 
     @property
@@ -97,6 +99,7 @@ class TcpLink(asyncio.BufferedProtocol):
         self._reason = ""
         self._timer: asyncio.TimerHandle | None = None
         self._resting: asyncio.TimerHandle | None = None
+        self._courteous_until = 0.0
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
         self._outbox: Outbox
@@ -197,6 +200,13 @@ class TcpLink(asyncio.BufferedProtocol):
 
     def _rested(self) -> None:
         self._resting = None
+        courtesy, now = self._server.courtesy, self._loop.time()
+        if self._reader.large and courtesy is not None and courtesy.wanted:
+            self._courteous_until = self._courteous_until or now + PATIENCE_S
+            if now < self._courteous_until:
+                self._resting = self._loop.call_later(LOOK_S, self._rested)
+                return
+        self._courteous_until = 0.0
         self.hold(False)
 
     # -- what an old client calls --------------------------------------------------------------

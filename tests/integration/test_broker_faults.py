@@ -850,6 +850,26 @@ async def test_a_client_over_its_rate_rests_for_a_moment_and_goes_on(
     assert metered._tcp.links == {link}, "it is the same connection"
 
 
+async def test_a_tenant_ahead_of_its_rate_lets_others_go_first(
+    metered: Daemon, eager: penstock.Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """T11: its batches are looked at when nobody else's publish is under way."""
+    monkeypatch.setattr("penstock.server.courtesy.PATIENCE_S", DEADLINE_S)
+    courtesy, stored = metered.broker.courtesy, metered.engine.log
+    courtesy.begin()  # as if another tenant's were
+    await eager.publish_many(METERED, [b"x"] * (RATE_PER_S // 5))
+    ahead = asyncio.create_task(eager.publish_many(METERED, [b"x"] * 3))
+    async with asyncio.timeout(DEADLINE_S):
+        while not courtesy._waiting:
+            await asyncio.sleep(0.001)
+    await eager.publish("orders.created.v1.other", b"at once")
+    assert not ahead.done()
+    assert stored.bounds(METERED, 0)[1] == RATE_PER_S // 5
+    courtesy.end()
+    assert (await asyncio.wait_for(ahead, DEADLINE_S)).offset == RATE_PER_S // 5
+    assert not courtesy.wanted
+
+
 async def test_a_client_that_was_told_to_wait_does_not_ask_in_vain(
     metered: Daemon, eager: penstock.Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:

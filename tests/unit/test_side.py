@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from penstock.log.disk import read_file, write_file
+from penstock.log.disk import UNFINISHED, read_file, write_file
 from penstock.log.memory_disk import MemoryDisk
 from penstock.log.side import FOLDER, PIECE_BYTES, attach, put_aside, side_path
 from penstock.model.batch import EventBatch
@@ -44,6 +44,14 @@ def test_a_payload_goes_aside_and_comes_back(disk: MemoryDisk, size: int) -> Non
     )  # fmt: skip
     assert EventBatch.decode(whole.encode()).payloads() == [payload]
     assert whole.side_bytes == 0
+
+
+def test_others_may_come_before_each_piece(disk: MemoryDisk) -> None:
+    seen: list[int] = []
+    batch = EventBatch.build("orders", [bytes(3 * PIECE_BYTES + 1)], token_base=b"t" * 16)
+    temporary = side_path(b"t" * 16) + UNFINISHED
+    put_aside(disk, batch, lambda: seen.append(disk.open(temporary).size()))
+    assert seen == [0, PIECE_BYTES, 2 * PIECE_BYTES, 3 * PIECE_BYTES]
 
 
 def test_a_batch_without_one_is_left_alone(disk: MemoryDisk) -> None:

@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 
 import penstock
-from penstock.engines import kernel_sync, writer
+from penstock.engines import aio_sync, runtime, uring_sync, writer
+from penstock.engines.aio_sync import AioSync
 from penstock.engines.engine import Draft
-from penstock.engines.kernel_sync import KernelSync, _Completion
+from penstock.engines.kernel_sync import AT_ONCE, KernelSync
 from penstock.engines.runtime import Runtime
+from penstock.engines.uring_sync import UringSync
 from penstock.engines.writer import SLOW_WRITES, STALLED_WRITES, Haste
 from penstock.log.disk import RealDisk
 from penstock.log.journal import Journal, Watermark
@@ -26,6 +28,7 @@ from penstock.model.errors import WriterFailed
 LIMIT_S = 0.001
 PATIENCE_S = 0.1  # a busy machine holds up everybody for longer than a disk does
 THREAD = "penstock-writer"
+KINDS = (UringSync, AioSync)
 
 
 def test_one_slow_write_takes_the_thread_for_some_and_a_stall_for_many() -> None:
@@ -188,12 +191,11 @@ async def test_the_kernel_says_that_a_sync_failed_and_nobody_else_misses_theirs(
     tmp_path: Path,
 ) -> None:
     loop = asyncio.get_running_loop()
-    kernel = KernelSync(loop)
+    kernel = AioSync(loop)
     futures = {number: loop.create_future() for number in (101, 102, 103)}
     kernel._waiting.update(futures)
     futures[101].cancel()
-    completions = [(101, 0), (102, -errno.EIO), (103, 0)]
-    kernel._tell([_Completion(number, 0, result, 0) for number, result in completions])
+    kernel._tell([(101, 0), (102, -errno.EIO), (103, 0)])
     kernel.close()
     with pytest.raises(OSError, match="Input/output error") as caught:
         await futures[102]
@@ -206,8 +208,8 @@ async def test_the_kernel_says_that_a_sync_failed_and_nobody_else_misses_theirs(
 async def test_a_sync_the_kernel_reports_as_failed_ends_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failed(kernel: KernelSync, completions: list[_Completion]) -> None:
-        tell(kernel, [_Completion(each.number, 0, -errno.EIO, 0) for each in completions])
+    def failed(kernel: KernelSync, completions: list[tuple[int, int]]) -> None:
+        tell(kernel, [(number, -errno.EIO) for number, _ in completions])
 
     tell = KernelSync._tell
     monkeypatch.setattr(writer, "HELD_UP_S", PATIENCE_S)
@@ -298,12 +300,14 @@ async def test_a_system_without_syncs_of_its_own_uses_a_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writers: Writers, lacks: str
 ) -> None:
     if lacks == "calls":
-        monkeypatch.setattr(kernel_sync, "CALLS", {})
+        monkeypatch.setattr(aio_sync, "CALLS", {})
+        monkeypatch.setattr(uring_sync, "MACHINES", ())
     else:
         monkeypatch.setattr(type(asyncio.get_running_loop()), "add_reader", _no_such_call)
     before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises((OSError, NotImplementedError)):
-        KernelSync(asyncio.get_running_loop())
+    for kind in KINDS:
+        with pytest.raises((OSError, NotImplementedError)):
+            kind(asyncio.get_running_loop())
     assert len(os.listdir("/proc/self/fd")) == before
     async with penstock.connect(tmp_path, durability__quick_sync_us=0) as bus:
         await writers.publish(bus, SLOW_WRITES + 1)
@@ -318,22 +322,66 @@ async def test_intervals_are_the_threads(tmp_path: Path, writers: Writers) -> No
         assert await writers.publish(bus, 3 * SLOW_WRITES) == {THREAD}
 
 
-async def test_several_files_at_once_and_one_that_is_none(tmp_path: Path) -> None:
-    kernel = KernelSync(asyncio.get_running_loop())
-    descriptors = [os.open(tmp_path / str(n), os.O_CREAT | os.O_RDWR) for n in range(20)]
+@pytest.mark.parametrize("kind", KINDS)
+async def test_several_files_at_once_and_one_that_is_none(
+    tmp_path: Path, kind: type[KernelSync]
+) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    kernel = kind(asyncio.get_running_loop())
+    descriptors = [os.open(tmp_path / str(n), os.O_CREAT | os.O_RDWR) for n in range(AT_ONCE)]
     try:
         for descriptor in descriptors:
             os.write(descriptor, b"x" * 5_000)
-        await asyncio.gather(*map(kernel.sync, descriptors))
+        for _ in range(5):  # more than a ring holds
+            await asyncio.gather(*map(kernel.sync, descriptors))
         with pytest.raises(OSError, match="Bad file descriptor"):
             await kernel.sync(max(descriptors) + 1_000)
         given_up = kernel.sync(descriptors[0])
         given_up.cancel()
         await kernel.sync(descriptors[1])
+        assert not kernel._waiting
     finally:
         kernel.close()
         for descriptor in descriptors:
             os.close(descriptor)
+    for _ in range(200):  # the system takes its time
+        if len(os.listdir("/proc/self/fd")) == before:
+            break
+        await asyncio.sleep(0.01)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+async def test_a_system_that_forbids_one_way_is_asked_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writers: Writers
+) -> None:
+    def forbidden(kernel: UringSync) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    first_choice = runtime._open_kernel(asyncio.get_running_loop())
+    assert isinstance(first_choice, UringSync)
+    first_choice.close()
+    monkeypatch.setattr(UringSync, "_open", forbidden)
+    async with penstock.connect(tmp_path, durability__quick_sync_us=0) as bus:
+        await writers.publish(bus, SLOW_WRITES + 3)
+        assert writers.beside == 3
+        assert isinstance(bus.engine.runtime._kernel, AioSync)
+
+
+async def test_a_request_the_ring_does_not_take_leaves_it_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(kernel: UringSync, number: int, *arguments: Any) -> int:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    kernel = UringSync(asyncio.get_running_loop())
+    with (tmp_path / "file").open("wb") as file:
+        with monkeypatch.context() as patch:
+            patch.setattr(UringSync, "_call", busy)
+            with pytest.raises(OSError, match="temporarily"):
+                kernel.sync(file.fileno())
+        await asyncio.wait_for(kernel.sync(file.fileno()), 10)
+        assert not kernel._waiting
+    kernel.close()
 
 
 # -- commits of several tenants side by side (T11) ------------------------------------------------

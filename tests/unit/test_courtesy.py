@@ -1,0 +1,87 @@
+"""Tenants ahead of their rates, and large payloads, let others go first (T11, T13)."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+from penstock.core.admission import Admission
+from penstock.core.quota import AdmissionLimits, TenantLimits
+from penstock.server.courtesy import PATIENCE_S, Courtesy
+
+LIMITS = AdmissionLimits(tenants={"acme": TenantLimits(events_per_s=1_000)})
+
+
+def test_a_tenant_is_ahead_when_it_used_a_tenth_of_a_second_in_advance() -> None:
+    admission = Admission(LIMITS)
+    assert not admission.ahead("acme", 0.0), "nobody knows it yet"
+    admission.admit("acme", "t", 100, 10, 0.0)
+    assert not admission.ahead("acme", 0.0)
+    admission.admit("acme", "t", 50, 10, 0.0)
+    assert admission.ahead("acme", 0.0)
+    assert not admission.ahead("acme", 0.06)
+    admission.admit("other", "t", 5_000, 10, 0.0)
+    assert not admission.ahead("other", 0.0), "it has no rate to be ahead of"
+
+
+def test_a_rate_of_nothing_is_no_reason_to_divide_by_it() -> None:
+    admission = Admission(AdmissionLimits(tenants={"acme": TenantLimits(events_per_s=0)}))
+    assert admission.admit("acme", "t", 1, 10, 0.0).kind == "dropped"
+    assert not admission.ahead("acme", 0.0)
+
+
+async def test_whoever_waits_goes_one_at_a_time_and_in_order() -> None:
+    courtesy, seen = Courtesy(), []
+
+    async def hasty(name: str) -> None:
+        await courtesy.turn()
+        seen.append(name)
+
+    courtesy.begin()
+    tasks = [asyncio.create_task(hasty(name)) for name in "abc"]
+    await asyncio.sleep(0)
+    assert not seen
+    courtesy.end()
+    turns = []
+    while len(seen) < 3:
+        turns.append(len(seen))
+        await asyncio.sleep(0)
+    assert seen == ["a", "b", "c"]
+    assert set(turns) == {0, 1, 2}, "others may come in between"
+    await asyncio.gather(*tasks)
+
+
+async def test_nobody_waits_for_ever() -> None:
+    courtesy = Courtesy()
+    courtesy.begin()
+    began = time.monotonic()
+    await asyncio.wait_for(courtesy.turn(), 10)
+    assert time.monotonic() - began >= 0.9 * PATIENCE_S
+    assert courtesy.wanted
+
+
+async def test_one_that_gave_up_is_not_called() -> None:
+    courtesy = Courtesy()
+    courtesy.begin()
+    gone, there = (asyncio.create_task(courtesy.turn()) for _ in range(2))
+    await asyncio.sleep(0)
+    gone.cancel()
+    courtesy.end()
+    await asyncio.wait_for(there, 10)
+    assert gone.cancelled()
+    await courtesy.turn()  # nothing is left behind
+
+
+def test_a_thread_waits_for_a_publish_and_not_for_ever() -> None:
+    courtesy = Courtesy()
+    courtesy.pause()
+    courtesy.begin()
+    began = time.monotonic()
+    courtesy.pause()
+    assert time.monotonic() - began >= PATIENCE_S
+    thread = threading.Thread(target=courtesy.pause)
+    thread.start()
+    courtesy.end()
+    thread.join(10)
+    assert not thread.is_alive()
