@@ -16,7 +16,7 @@ from penstock.engines.outbox import Outbox, keep_alive
 from penstock.engines.room import large_room
 from penstock.model.errors import PenstockError, ProtocolViolation
 from penstock.model.settings import Settings
-from penstock.server.courtesy import LOOK_S, PATIENCE_S, Courtesy
+from penstock.server.courtesy import Courtesy
 from penstock.server.detour import Detour
 from penstock.server.expanding import Expansion, expands
 from penstock.server.fastpath import FastPath
@@ -24,6 +24,7 @@ from penstock.server.link import Connection, Connections, peer_of
 from penstock.server.log_quota import LogQuota
 from penstock.server.oldclient import OldClient
 from penstock.server.outgoing import Outgoing
+from penstock.server.rest import Rest
 from penstock.wire import oldcommand
 from penstock.wire.fault import to_fault
 from penstock.wire.frame import Bytes, Frame, Kind
@@ -98,8 +99,7 @@ class TcpLink(asyncio.BufferedProtocol):
         self._discarded_bytes = 0
         self._reason = ""
         self._timer: asyncio.TimerHandle | None = None
-        self._resting: asyncio.TimerHandle | None = None
-        self._courteous_until = 0.0
+        self._rest = Rest(lambda: self.hold(False), server.courtesy)
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
         self._outbox: Outbox
@@ -150,9 +150,9 @@ class TcpLink(asyncio.BufferedProtocol):
         self._ending = True
         self._expansion.leave()
         self._outgoing.clear()
-        for timer in (self._timer, self._resting):
-            if timer is not None:
-                timer.cancel()
+        self._rest.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         self._reason = self._reason or (str(exc) if exc else "the connection was closed")
         self._lose()
 
@@ -194,20 +194,9 @@ class TcpLink(asyncio.BufferedProtocol):
 
     def rest(self, seconds: float) -> None:
         """Read nothing from the client for a while: what it sends meanwhile comes in larger frames."""
-        if self._resting is None and not self._ending:
-            self._resting = self._loop.call_later(seconds, self._rested)
+        if not self._rest.on and not self._ending:
+            self._rest.begin(seconds, courteous=self._reader.large)
             self.hold(True)
-
-    def _rested(self) -> None:
-        self._resting = None
-        courtesy, now = self._server.courtesy, self._loop.time()
-        if self._reader.large and courtesy is not None and courtesy.wanted:
-            self._courteous_until = self._courteous_until or now + PATIENCE_S
-            if now < self._courteous_until:
-                self._resting = self._loop.call_later(LOOK_S, self._rested)
-                return
-        self._courteous_until = 0.0
-        self.hold(False)
 
     # -- what an old client calls --------------------------------------------------------------
 
@@ -231,7 +220,7 @@ class TcpLink(asyncio.BufferedProtocol):
         stop = (
             stop
             or self._greeting
-            or self._resting is not None
+            or self._rest.on
             or self._expansion.busy
             or self._unanswered_bytes > UNANSWERED_BYTES
             or self._crowded
@@ -389,12 +378,12 @@ class TcpLink(asyncio.BufferedProtocol):
             return
         self._loop.call_soon(self._lose)
         self._reason = self._reason or reason
-        for timer in (self._timer, self._resting):
-            if timer is not None:
-                timer.cancel()
+        self._rest.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         # Nothing holds the reading any more: the client's own end must be seen.
         self._greeting = self._crowded = False
-        self._unanswered_bytes, self._resting = 0, None
+        self._unanswered_bytes = 0
         self.hold(False)
         self._ending = True
         self._timer = self._loop.call_later(LINGER_S, self._transport.abort)

@@ -9,6 +9,7 @@ import time
 from penstock.core.admission import Admission
 from penstock.core.quota import AdmissionLimits, TenantLimits
 from penstock.server.courtesy import PATIENCE_S, Courtesy
+from penstock.server.rest import Rest
 
 LIMITS = AdmissionLimits(tenants={"acme": TenantLimits(events_per_s=1_000)})
 
@@ -85,3 +86,22 @@ def test_a_thread_waits_for_a_publish_and_not_for_ever() -> None:
     courtesy.end()
     thread.join(10)
     assert not thread.is_alive()
+
+
+async def test_a_client_rests_as_long_as_it_was_told_and_longer_for_others() -> None:
+    courtesy, over = Courtesy(), asyncio.Event()
+    rest = Rest(over.set, courtesy)
+    courtesy.begin()
+    for courteous, least_s in ((False, 0.002), (True, 0.002 + PATIENCE_S)):
+        over.clear()
+        began = time.monotonic()
+        rest.begin(0.002, courteous=courteous)
+        assert rest.on
+        await asyncio.wait_for(over.wait(), 10)
+        assert time.monotonic() - began >= 0.9 * least_s
+        assert not rest.on
+    over.clear()
+    rest.begin(0.001)
+    rest.cancel()
+    await asyncio.sleep(0.01)
+    assert not over.is_set()
