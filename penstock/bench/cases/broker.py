@@ -84,7 +84,14 @@ BROKER_CASES = (
     Case(
         "fuzzed",
         "a client's publishes alone and beside clients that send broken frames: p99 ratio",
-        broker_fuzzed.fuzzed,
+        broker_fuzzed.fuzzed_tcp,
+        parts=broker_fuzzed.FUZZED_PARTS,
+        rounds=FAIR_ROUNDS,
+    ),
+    Case(
+        "fuzzed-zmq",
+        "the same, with broken frames over ZeroMQ: p99 ratio",
+        broker_fuzzed.fuzzed_zmq,
         parts=broker_fuzzed.FUZZED_PARTS,
         rounds=FAIR_ROUNDS,
     ),

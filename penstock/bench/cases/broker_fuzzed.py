@@ -11,7 +11,6 @@ import asyncio
 import random
 import struct
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -219,16 +218,14 @@ class HostilePart:
 # -- in the benchmark's process --------------------------------------------------------------------
 
 
-async def fuzzed(window: Window) -> Sample:
-    """Publishes of one client, alone and while others send broken frames: over TCP, then over ZeroMQ.
+async def fuzzed_tcp(window: Window) -> Sample:
+    """Publishes of one client, alone and while others send broken frames over TCP."""
+    return await _beside("tcp", window)
 
-    The client that is timed speaks TCP both times; the figures of ZeroMQ are `zmq_...`.
-    """
-    sample = await _beside("tcp", window)
-    over = await _beside("zmq", window)
-    sample.extra.update({f"zmq_{name}": value for name, value in over.extra.items()})
-    sample.extra["zmq_p99_ms"] = over.p99_ms
-    return sample
+
+async def fuzzed_zmq(window: Window) -> Sample:
+    """The same with hostile clients over ZeroMQ; the client that is timed speaks TCP."""
+    return await _beside("zmq", window)
 
 
 async def _beside(transport: str, window: Window) -> Sample:
@@ -240,9 +237,7 @@ async def _beside(transport: str, window: Window) -> Sample:
             start=start, seed=window.turn,
         )  # fmt: skip
 
-    folder = window.folder / transport
-    folder.mkdir()
-    sample, other = await beside(broker, replace(window, folder=folder), hostile)
+    sample, other = await beside(broker, window, hostile)
     connections, hung_up = other["connections"], other["hung_up"]
     if not hung_up:
         raise PenstockError(
