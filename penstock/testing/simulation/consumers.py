@@ -181,6 +181,9 @@ class Consumer:
         self.oracle.stored(deal.sent, tx.receipts[0])
         for each in deal.acks:
             if each.version == self.watch.version:
+                if each.event.attempt != each.track.attempt and not each.track.revived:
+                    why = f"{each.at} was acked in a transaction after it had come again"
+                    self.oracle.fail("stale-settle", f"{self.group.name}: {why}")
                 each.open = False
                 each.track.state, each.track.durable = ACKED, True
                 self.watch.landed(each)

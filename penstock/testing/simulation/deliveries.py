@@ -36,6 +36,7 @@ class Track:
         "count",
         "durable",
         "key",
+        "leased_until",
         "life",
         "not_before",
         "revived",
@@ -52,6 +53,7 @@ class Track:
         self.durable = False
         self.life = 0
         self.not_before = 0.0
+        self.leased_until = 0.0
         self.settled_at = 0.0
 
 
@@ -138,6 +140,7 @@ class GroupWatch:
         track.not_before = 0.0  # that was for this delivery
         held = Held(self, at, event, track)
         held.earliest, held.deadline = asked_at + self.group.lease_s, now + self.group.lease_s
+        track.leased_until = held.earliest
         if sent.key is not None:
             self._flying.setdefault((at[0], at[1], sent.key), {})[at[2]] = held
         self._oracle.note("deliver", f"{self.group.name} {at} #{event.attempt} to {member}")
@@ -151,7 +154,9 @@ class GroupWatch:
             )
         if event.attempt <= track.attempt:
             self._fail("attempt-repeated", at, f"attempt {event.attempt} after {track.attempt}")
-        if track.state != OPEN:
+        # A transaction that waits for longer than its leases last will be refused.
+        waited = track.state == MAYBE and now >= track.leased_until - GRAIN_S
+        if track.state != OPEN and not waited:
             if track.life == self.life:
                 self._fail("settled-again", at, f"was {track.state} in this life and came again")
             if track.durable:
@@ -210,6 +215,7 @@ class GroupWatch:
     def extended(self, held: Held, seconds: float) -> None:
         """A lease was prolonged."""
         held.deadline = held.earliest = self._oracle.now() + seconds
+        held.track.leased_until = held.earliest
 
     def refused(self, held: Held, error: DeliveryError) -> None:
         """A settle was refused: there must be a reason."""
