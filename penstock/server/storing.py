@@ -68,11 +68,11 @@ class Storing:
     async def publish(self, frame: Frame) -> Frame:
         """Store the drafts of a frame, or say where they went when it came before."""
         wish: say.Publish = decode(frame.meta, say.Publish)
-        if self._fastpath.wants(frame.size_bytes):
-            return await self._publish(frame, wish)
         if self._ahead(wish):
             await self._courtesy.turn()
             return await self._publish(frame, wish, self._courtesy)
+        if self._fastpath.wants(frame.size_bytes):  # nobody waits for something large to end
+            return await self._publish(frame, wish)
         self._courtesy.begin()
         try:
             return await self._publish(frame, wish)

@@ -850,15 +850,16 @@ async def test_a_client_over_its_rate_rests_for_a_moment_and_goes_on(
     assert metered._tcp.links == {link}, "it is the same connection"
 
 
+@pytest.mark.parametrize("size", [1, 100_000])  # events, and batches for the fast path
 async def test_a_tenant_ahead_of_its_rate_lets_others_go_first(
-    metered: Daemon, eager: penstock.Bus, monkeypatch: pytest.MonkeyPatch
+    metered: Daemon, eager: penstock.Bus, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     """T11: its batches are looked at when nobody else's publish is under way."""
     monkeypatch.setattr("penstock.server.courtesy.PATIENCE_S", DEADLINE_S)
     courtesy, stored = metered.broker.courtesy, metered.engine.log
     courtesy.begin()  # as if another tenant's were
     await eager.publish_many(METERED, [b"x"] * (RATE_PER_S // 5))
-    ahead = asyncio.create_task(eager.publish_many(METERED, [b"x"] * 3))
+    ahead = asyncio.create_task(eager.publish_many(METERED, [os.urandom(size)] * 3))
     async with asyncio.timeout(DEADLINE_S):
         while not courtesy._waiting:
             await asyncio.sleep(0.001)
