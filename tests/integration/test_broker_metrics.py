@@ -1,7 +1,9 @@
-"""What `/metrics` of a real broker says after a known amount of work (row X10)."""
+"""What `/metrics` and `/pressure` of a real broker say after a known amount of work (X10, T15)."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import socket
 import urllib.request
 from pathlib import Path
@@ -20,11 +22,15 @@ TOPIC = "orders.created.v1.acme"
 PAIR = f'{{tenant="acme",topic="{TOPIC}"}}'
 
 
+def fetch(broker: BrokerProcess, path: str) -> str:
+    """What the broker answers."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{broker.ports['http']}{path}") as answer:
+        return str(answer.read().decode())
+
+
 def scrape(broker: BrokerProcess) -> dict[str, float]:
     """Every sample by its name and labels."""
-    address = f"http://127.0.0.1:{broker.ports['http']}/metrics"
-    with urllib.request.urlopen(address) as answer:
-        lines = answer.read().decode().splitlines()
+    lines = fetch(broker, "/metrics").splitlines()
     pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     return {name: float(value) for name, value in pairs}
 
@@ -79,6 +85,20 @@ async def test_figures_after_known_work(tmp_path: Path) -> None:
         'penstock_group_lag_events{group="g"}': 0,
     }
     assert {name: found.get(name) for name in expected} == expected
+
+
+async def test_pressure_rises_with_what_nobody_took(tmp_path: Path) -> None:
+    """Row T15: an autoscaler sees the lag of a group and for how long it has waited."""
+    with BrokerProcess(tmp_path / "data").start() as broker:
+        async with penstock.connect(broker.url()) as bus:
+            async with bus.subscribe(TOPIC, group="g"):
+                assert json.loads(fetch(broker, "/pressure"))["groups"]["g"]["lag"] == 0
+            await bus.publish_many(TOPIC, [b"12345678"] * 7)
+            await asyncio.sleep(0.05)
+            found = json.loads(fetch(broker, "/pressure"))
+    assert found["lag"] == found["groups"]["g"]["lag"] == 7
+    assert found["groups"]["g"]["waiting_s"] >= 0.05
+    assert 0 <= found["pressure"] < 1
 
 
 # No frame at all; a command nobody knows, after a proper beginning; a frame that claims 4 GB.
