@@ -38,6 +38,10 @@ QUEUE_RETRY_S = 0.1
 STORAGE_RETRY_S = 60.0
 """When to try again after the storage quota was full: retention frees space about this often."""
 
+RATE_RETRY_S = 0.1
+"""When to try again after a rate was used up, at the least: what has flowed in by then comes in few
+batches, and each that is refused in between would cost the others time."""
+
 AHEAD_S = 0.1
 """How much of its rate a tenant may use in advance before it has to let others go first."""
 
@@ -331,7 +335,10 @@ def _metered(
         wait_s = 0.0 if bucket is None else bucket.wait_s(amount, now_s)
         if wait_s is None:
             return "dropped", name, 0.0
-        if wait_s > 0 and (worst is None or wait_s > worst[2]):
+        if bucket is None or not wait_s:
+            continue
+        wait_s = max(wait_s, min(RATE_RETRY_S, bucket.ahead_s(now_s)))
+        if worst is None or wait_s > worst[2]:
             worst = ("throttled", name, wait_s)
     if worst is None and take:
         if state.by_events is not None:

@@ -228,6 +228,14 @@ class Channel:
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
                 pause_s = min(2 * pause_s, self._settings.reconnect_max_s)
                 continue
+            except Exception as error:
+                log.exception("connecting failed in a way that nobody thought of")
+                broken = BrokerUnreachable(
+                    f"the connection could not be made: {error!r}. This is a defect; connect again"
+                )
+                if not self._open_failed(broken):
+                    self.fail(broken)
+                return
             if self._opened is not None and not self._opened.done():
                 self._opened.set_result(None)
             since = asyncio.get_running_loop().time()

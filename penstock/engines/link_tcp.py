@@ -78,11 +78,12 @@ class TcpLink(asyncio.BufferedProtocol):
         """Connect and negotiate; raises BrokerUnreachable, ProtocolViolation or what the broker says."""
         loop = asyncio.get_running_loop()
         self._on_frame = on_frame
-        self._opening = loop.create_future()
+        # Forgotten by `_take`, which may have the answer before `create_connection` returns.
+        opening = self._opening = loop.create_future()
         try:
             async with asyncio.timeout(OPEN_S):
                 await loop.create_connection(lambda: self, self.host, self.port, ssl=self._tls)
-                await self._opening
+                await opening
                 if self._transport is None:
                     raise ConnectionResetError("it closed the connection at once")
         except (OSError, TimeoutError) as error:

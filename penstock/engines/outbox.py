@@ -1,4 +1,8 @@
-"""Outbox: what waits to be written to one TCP connection, gathered over a turn of the loop."""
+"""Outbox: what waits to be written to one TCP connection.
+
+The first thing said in a turn of the loop goes out at once: as a rule it is the only one, and another
+client's work may be next. The rest of the turn is gathered.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ KEEPALIVE_PROBES = 3
 
 
 class Outbox:
-    """Joins the buffers of one loop turn into few writes, and holds them while the peer is slow."""
+    """Joins the buffers of one loop turn into two writes, and holds them while the peer is slow."""
 
     __slots__ = ("_loop", "_paused", "_queue", "_queued_bytes", "_scheduled", "_transport")
 
@@ -35,11 +39,12 @@ class Outbox:
         transport.set_write_buffer_limits(high=WRITE_BYTES)
 
     def put(self, buffers: Sequence[Bytes]) -> int:
-        """Queue buffers, to be written with what else this turn brings; returns their size."""
+        """Write buffers now, or with what else this turn brings; returns their size."""
         self._queue.extend(buffers)
         size = sum(map(len, buffers))
         self._queued_bytes += size
         if not self._scheduled and not self._paused:
+            self.flush()
             self._scheduled = True
             self._loop.call_soon(self.flush)
         return size

@@ -275,12 +275,20 @@ def test_each_refusal_has_its_error(kind: str, error: type[Rejected]) -> None:
     assert "nothing was stored" in raised.message
 
 
+def test_a_used_up_rate_is_asked_again_when_that_is_worth_it() -> None:
+    admission = tenant(events_per_s=1000)
+    assert publish(admission, 1000) is ADMITTED
+    assert publish(admission, 1).retry_after_s == pytest.approx(0.1)
+    assert publish(admission, 200).retry_after_s == pytest.approx(0.2)
+    assert publish(admission, 1, now_s=0.001) is ADMITTED, "it is advice, and no lock"
+
+
 def test_limits_change_while_running() -> None:
     admission = tenant(events_per_s=10)
     assert publish(admission, 10) is ADMITTED
     raised = msgspec.structs.replace(OFF, default=TenantLimits(events_per_s=1000))
     admission.reload(raised)
-    assert publish(admission, 10).retry_after_s == pytest.approx(0.01)
+    assert publish(admission, 300).retry_after_s == pytest.approx(0.3)
     admission.reload(OFF)
     assert publish(admission, 10**9) is ADMITTED
     admission.reload(msgspec.structs.replace(OFF, max_global_ingress=5))

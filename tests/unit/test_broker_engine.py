@@ -72,6 +72,20 @@ async def test_a_feed_is_opened_before_it_is_asked_again() -> None:
     assert wire.kinds == [Kind.SUBSCRIBE, Kind.FETCH]
 
 
+class Faulty:
+    """A connection that fails as nobody expects."""
+
+    async def open(self, *_: Any) -> None:
+        raise TypeError("no such thing")
+
+
+async def test_a_defect_in_connecting_is_told_at_once() -> None:
+    channel = Channel(Faulty, load(None, {}, {}).client, say.Hello("c"))  # type: ignore[arg-type]
+    async with asyncio.timeout(1):
+        with pytest.raises(errors.BrokerUnreachable, match="no such thing"):
+            await channel.open()
+
+
 class Client:
     """An engine with one delivery of four events, three of them handed out."""
 

@@ -41,7 +41,8 @@ async def test_whoever_waits_goes_one_at_a_time_and_in_order() -> None:
 
     courtesy.begin()
     tasks = [asyncio.create_task(hasty(name)) for name in "abc"]
-    await asyncio.sleep(0)
+    for _ in range(3):
+        await asyncio.sleep(0)
     assert not seen
     courtesy.end()
     turns = []
@@ -51,6 +52,22 @@ async def test_whoever_waits_goes_one_at_a_time_and_in_order() -> None:
     assert seen == ["a", "b", "c"]
     assert set(turns) == {0, 1, 2}, "others may come in between"
     await asyncio.gather(*tasks)
+
+
+async def test_what_others_have_sent_already_is_read_first() -> None:
+    courtesy, seen = Courtesy(), []
+
+    async def hasty() -> None:
+        await courtesy.turn()
+        seen.append("hasty")
+
+    task = asyncio.create_task(hasty())
+    asyncio.get_running_loop().call_soon(courtesy.begin)  # read in the same turn, and behind it
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not seen
+    courtesy.end()
+    await task
 
 
 async def test_nobody_waits_for_ever() -> None:

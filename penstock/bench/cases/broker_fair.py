@@ -42,7 +42,7 @@ async def neighbour(window: Window) -> Sample:
     def noise(client: ClientProcess, topic: str, start: float) -> Coroutine[Any, Any, Any]:
         return client.order(
             "pace", topic=topic, per_s=TIMES_QUOTA * QUOTA_PER_S, seconds=window.seconds,
-            start=start, batch_events=NOISY_BATCH_EVENTS,
+            start=start, batch_events=NOISY_BATCH_EVENTS, seed=window.turn,
         )  # fmt: skip
 
     sample, other = await beside(broker, window, noise)

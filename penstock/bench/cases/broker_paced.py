@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 import struct
 import time
 from pathlib import Path
@@ -66,9 +67,15 @@ class PacedPart:
         batch_events: int = 1,
         board: str | None = None,
         server_pid: int | None = None,
+        seed: int | None = None,
     ) -> dict[str, Any]:
-        """Publish so many events a second, each with the time it was sent; refusals are counted."""
-        pacer = _Pacer(self._bus, topic, batch_events, Meter(seconds, server_pid=server_pid))
+        """Publish so many events a second, each with the time it was sent; refusals are counted.
+
+        With a seed the calls come at random times, as those of a publisher that knows of no other:
+        two that keep the same pace would meet in every call, or in none.
+        """
+        meter = Meter(seconds, server_pid=server_pid)
+        pacer = _Pacer(self._bus, topic, batch_events, meter, seed)
         with pacer.meter:
             await until(start)
             await pacer.run(batch_events / per_s)
@@ -118,8 +125,11 @@ class PacedPart:
 class _Pacer:
     """Calls that begin at their time, each a task of its own."""
 
-    def __init__(self, bus: Bus, topic: str, batch_events: int, meter: Meter) -> None:
+    def __init__(
+        self, bus: Bus, topic: str, batch_events: int, meter: Meter, seed: int | None
+    ) -> None:
         self.meter = meter
+        self._rng = None if seed is None else random.Random(seed)
         self.refused = 0
         self._bus = bus
         self._topic = topic
@@ -132,7 +142,7 @@ class _Pacer:
         async with asyncio.TaskGroup() as group:
             while self.meter.running:
                 while due <= time.perf_counter():
-                    due += every_s
+                    due += every_s if self._rng is None else self._rng.expovariate(1 / every_s)
                     task = group.create_task(self._call())
                     self._under_way.add(task)
                     task.add_done_callback(self._under_way.discard)
