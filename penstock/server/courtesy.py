@@ -7,6 +7,7 @@ come meanwhile waits that long; one that has come already need not.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import deque
 
@@ -63,9 +64,14 @@ class Courtesy:
 
     async def turn(self) -> None:
         """Wait until nobody else's publish is under way, one after another, and not for ever."""
-        await asyncio.sleep(0)  # what others have sent already is read first
-        if not self._under_way and not self._waiting:
-            return
+        # What others have sent already is read in the first turn of the loop, and begun in the second.
+        for _ in range(2):
+            await asyncio.sleep(0)
+        if self._under_way or self._waiting:
+            await self._called()
+        os.sched_yield()  # who was answered last may share our processor
+
+    async def _called(self) -> None:
         loop = asyncio.get_running_loop()
         free = loop.create_future()
         self._waiting.append(free)

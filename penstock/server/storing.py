@@ -129,6 +129,8 @@ class Storing:
             with tracing.receiving(list(drafts.values())):
                 answers = await self._bundle.publish(list(drafts.values()), note)
             seconds = time.perf_counter() - started
+            if courtesy is not None:
+                await courtesy.turn()
             for number, answer in zip(numbers, answers, strict=True):
                 if isinstance(answer, Receipt):
                     receipts[number] = answer

@@ -62,8 +62,13 @@ async def test_what_others_have_sent_already_is_read_first() -> None:
         seen.append("hasty")
 
     task = asyncio.create_task(hasty())
-    asyncio.get_running_loop().call_soon(courtesy.begin)  # read in the same turn, and behind it
-    for _ in range(3):
+
+    async def patient() -> None:
+        courtesy.begin()
+
+    # Read in the same turn and behind it, and begun in the next, as a frame from a socket is.
+    asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(patient()))
+    for _ in range(5):
         await asyncio.sleep(0)
     assert not seen
     courtesy.end()
