@@ -174,6 +174,11 @@ class Meter:
             del self._kept[1::2]
             self._stride *= 2
 
+    @property
+    def latencies_s(self) -> list[float]:
+        """What calls took, in the order they ended; evenly thinned where there were very many."""
+        return self._kept
+
     def sample(self, **extra: float) -> Sample:
         """The figures, once the window is closed."""
         assert self._before is not None, "sample() needs a closed window"

@@ -60,15 +60,21 @@ def list_(invocation: Invocation) -> None:
 @click.option(
     "--rounds", type=int, default=None, help="Windows for each side; medians are reported."
 )
+@click.option(
+    "--within", type=float, default=None, help="Seconds for all of it: more for longer windows."
+)
 @folder_option
 @click.pass_obj
-def run(invocation: Invocation, case: str, vs: str, seconds: float | None, rounds: int | None, folder: Path | None) -> None:  # fmt: skip
-    """Run one case; it ends within 40 s. Ends with 1 when a peer that was asked for could not run."""
+def run(invocation: Invocation, case: str, vs: str, seconds: float | None, rounds: int | None, within: float | None, folder: Path | None) -> None:  # fmt: skip
+    """Run one case; it ends within 40 s unless you say otherwise.
+
+    Ends with 1 when a peer that was asked for could not run.
+    """
     from penstock.bench.report import result_table
     from penstock.bench.runner import complete, run_case
 
     peers = [name.strip() for name in vs.split(",") if name.strip()]
-    options = _given(seconds=seconds, rounds=rounds)
+    options = _given(seconds=seconds, rounds=rounds, budget_s=within)
     with _place(folder) as place:
         result = run_case(case, peers, folder=place, progress=_progress, **options)
     _show(invocation, result, result_table)

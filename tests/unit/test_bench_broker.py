@@ -291,11 +291,15 @@ def test_the_slowest_consumer_counts_and_none_is_faster_than_it_was_fed(
     assert sample.per_s == each * 4 / 4
 
 
-def test_a_neighbour_is_judged_by_the_ratio_of_p99() -> None:
-    alone, beside = figures(500, p50_ms=1.0, p99_ms=2.0), figures(500, p50_ms=2.0, p99_ms=3.0)
-    sample = broker_fair._sample(alone, beside, figures(9))
+def test_a_neighbour_is_judged_by_the_p99_of_all_turns_together() -> None:
+    def turn(*latencies_ms: float) -> dict[str, Any]:
+        return {"sample": figures(500), "latencies_s": [each / 1000 for each in latencies_ms]}
+
+    alone, beside = [turn(1, 2), turn(1, 1)], [turn(2, 3), turn(2, 1)]
+    sample = broker_fair._sample(alone, beside, [{"sample": figures(9)}] * 2)
     assert (sample.extra["p50_ratio"], sample.extra["p99_ratio"]) == (2.0, 1.5)
-    assert (sample.p99_ms, sample.cpu) == (3.0, 1.0)
+    assert sample.extra["alone_p99_ms"] == 2.0
+    assert (sample.per_s, sample.p99_ms, sample.cpu, sample.rss_mb) == (500, 3.0, 1.0, 100.0)
 
 
 def test_hostile_clients_break_a_conversation_that_was_whole() -> None:

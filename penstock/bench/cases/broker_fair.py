@@ -1,7 +1,7 @@
 """Whether others are harmed: by a tenant far over its quota, and by very large payloads.
 
-The same small publishes are timed twice, alone and beside the other publisher; which comes first
-changes from round to round. The ratio of the two 99th percentiles is what counts.
+The same small publishes are timed twice, alone and beside the other publisher, by turns. The ratio of
+the two 99th percentiles is what counts.
 
 Publishers are on other machines, as a rule, and do not take the broker's processors. Here the other
 one gets a processor to itself, and everybody else the rest, alone and beside it.
@@ -10,19 +10,18 @@ one gets a processor to itself, and everybody else the rest, alone and beside it
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Coroutine, Iterable
+from statistics import mean
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.bench.cases.broker_peer import PenstockBroker, stored_in
 from penstock.bench.cases.workload import expect
 from penstock.bench.client_process import ClientProcess, all_of, start_soon
-from penstock.bench.measure import Sample
+from penstock.bench.measure import Sample, percentile
 from penstock.model.errors import PenstockError
 from penstock.model.setting import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
-
     from penstock.bench.case import Window
 
 QUIET_PER_S = 500  # single events of the publisher that is timed: 1,000 latencies in a window
@@ -30,6 +29,9 @@ QUOTA_PER_S = 5_000
 TIMES_QUOTA = 10
 NOISY_BATCH_EVENTS = 100
 LARGE_BYTES = 16 * MIB
+# Of one phase: long enough that what a full bucket lets in at once does not count for much.
+TURN_S = 2.0
+SHARES = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
 QUIET, NOISY = "quiet", "noisy"
 QUIET_TOPIC, NOISY_TOPIC = "bench.quiet", "bench.noisy"
 
@@ -39,16 +41,18 @@ async def neighbour(window: Window) -> Sample:
     limits = {NOISY: {"events_per_s": QUOTA_PER_S}}
     broker = PenstockBroker(admission__tenants=limits)
 
-    def noise(client: ClientProcess, topic: str, start: float) -> Coroutine[Any, Any, Any]:
+    def noise(client: ClientProcess, topic: str, turn: Turn) -> Coroutine[Any, Any, Any]:
         return client.order(
-            "pace", topic=topic, per_s=TIMES_QUOTA * QUOTA_PER_S, seconds=window.seconds,
-            start=start, batch_events=NOISY_BATCH_EVENTS, seed=window.turn,
+            "pace", topic=topic, per_s=TIMES_QUOTA * QUOTA_PER_S, seconds=turn.seconds,
+            start=turn.start, batch_events=NOISY_BATCH_EVENTS, seed=turn.seed,
         )  # fmt: skip
 
-    sample, other = await beside(broker, window, noise)
-    accepted, refused = other["events"], other["refused"]
-    # A bucket holds one second's worth when it is full; the window may end late.
-    allowed = QUOTA_PER_S * (1 + other["seconds"]) + NOISY_BATCH_EVENTS
+    sample, others = await beside(broker, window, noise)
+    accepted, refused, seconds = (
+        sum(each[name] for each in others) for name in ("events", "refused", "seconds")
+    )
+    # A bucket holds one second's worth when it is full; a turn may end late.
+    allowed = QUOTA_PER_S * (len(others) + seconds) + NOISY_BATCH_EVENTS
     if not refused or accepted > allowed:
         raise PenstockError(
             f"the noisy tenant got {accepted} events in and {refused} refused where its quota "
@@ -56,7 +60,7 @@ async def neighbour(window: Window) -> Sample:
             accepted=accepted,
             refused=refused,
         )
-    offered = (accepted + refused) / other["seconds"]
+    offered = (accepted + refused) / seconds
     sample.extra.update(accepted=accepted, refused=refused, times_quota=offered / QUOTA_PER_S)
     return sample
 
@@ -64,56 +68,80 @@ async def neighbour(window: Window) -> Sample:
 async def large(window: Window) -> Sample:
     """Publishes of 100 bytes, alone and beside a publisher of 16 MiB payloads."""
 
-    def noise(client: ClientProcess, topic: str, start: float) -> Coroutine[Any, Any, Any]:
+    def noise(client: ClientProcess, topic: str, turn: Turn) -> Coroutine[Any, Any, Any]:
         return client.order(
-            "repeat", topic=topic, payload_bytes=LARGE_BYTES, seconds=window.seconds, start=start
+            "repeat", topic=topic, payload_bytes=LARGE_BYTES, seconds=turn.seconds, start=turn.start
         )
 
-    sample, other = await beside(PenstockBroker(), window, noise)
-    figures = other["sample"]
+    sample, others = await beside(PenstockBroker(), window, noise)
+    figures = [each["sample"] for each in others]
     sample.extra.update(
-        large=other["events"], large_mb_per_s=figures["mb_per_s"], large_p50_ms=figures["p50_ms"]
+        large=sum(each["events"] for each in others),
+        large_mb_per_s=mean(each["mb_per_s"] for each in figures),
+        large_p50_ms=mean(each["p50_ms"] for each in figures),
     )
     return sample
 
 
+class Turn(NamedTuple):
+    """A stretch of one phase: how long, from when on, and what makes it different from others."""
+
+    seconds: float
+    start: float
+    seed: int
+
+
+Noise = Callable[[ClientProcess, str, Turn], Coroutine[Any, Any, Any]]
+
+
 async def beside(
-    broker: PenstockBroker,
-    window: Window,
-    noise: Callable[[ClientProcess, str, float], Coroutine[Any, Any, Any]],
-) -> tuple[Sample, dict[str, Any]]:
+    broker: PenstockBroker, window: Window, noise: Noise
+) -> tuple[Sample, list[dict[str, Any]]]:
     """Time the quiet publisher alone and beside the noisy one; the books of both must balance.
 
-    One that cannot know how much of it was stored says nothing of `events`.
+    Long windows are cut into turns, alone and beside by turns, so that a machine that slows down for
+    a while slows both. A noisy one that cannot know how much of it was stored says nothing of `events`.
     """
     quiet, noisy = window.clients
+    timed: dict[str, list[dict[str, Any]]] = {"alone": [], "beside": []}
+    others: list[dict[str, Any]] = []
+    turns = max(1, round(window.seconds / TURN_S))
     async with broker.serving(window):
         for topic in (QUIET_TOPIC, NOISY_TOPIC):
             await broker.bus.topics.create(topic)
         await quiet.order("connect", url=broker.url, tenant=QUIET)
         await noisy.order("connect", url=broker.url, tenant=NOISY)
         set_apart(noisy.pid, [quiet.pid, broker.pid])
-        timed: dict[str, dict[str, Any]] = {}
-        other: dict[str, Any] = {}
-        phases = ["alone", "beside"] if window.turn % 2 == 0 else ["beside", "alone"]
-        for phase in phases:
-            start = start_soon()
+        for number, phase in enumerate(phases(turns, window.turn)):
+            seed = turns * window.turn + number // 2
+            turn = Turn(window.seconds / turns, start_soon(), seed)
             calls = [
                 quiet.order(
-                    "pace", topic=QUIET_TOPIC, per_s=QUIET_PER_S, seconds=window.seconds,
-                    start=start, server_pid=broker.server_pid,
+                    "pace", topic=QUIET_TOPIC, per_s=QUIET_PER_S, seconds=turn.seconds,
+                    start=turn.start, server_pid=broker.server_pid,
                 )
             ]  # fmt: skip
             if phase == "beside":
-                calls.append(noise(noisy, NOISY_TOPIC, start))
-            timed[phase], *others = await all_of(*calls)
-            other = others[0] if others else other
-            expect(timed[phase]["refused"], 0, "refused to the quiet publisher")
-        published = sum(each["events"] for each in timed.values())
+                calls.append(noise(noisy, NOISY_TOPIC, turn))
+            found, *more = await all_of(*calls)
+            expect(found["refused"], 0, "refused to the quiet publisher")
+            timed[phase].append(found)
+            others += more
+        published = sum(each["events"] for found in timed.values() for each in found)
         expect(await stored_in(broker.bus, QUIET_TOPIC), published, "stored")
-        if "events" in other:
-            expect(await stored_in(broker.bus, NOISY_TOPIC), other["events"], "stored")
-    return _sample(timed["alone"]["sample"], timed["beside"]["sample"], other["sample"]), other
+        if "events" in others[0]:
+            stored = sum(each["events"] for each in others)
+            expect(await stored_in(broker.bus, NOISY_TOPIC), stored, "stored")
+    return _sample(timed["alone"], timed["beside"], others), others
+
+
+def phases(turns: int, number: int) -> list[str]:
+    """The order in which a round measures: as often alone as beside, neither always first.
+
+    >>> phases(2, number=0), phases(1, number=1)
+    (['alone', 'beside', 'beside', 'alone'], ['beside', 'alone'])
+    """
+    return ["beside" if (turn + 1) // 2 % 2 != number % 2 else "alone" for turn in range(2 * turns)]
 
 
 def set_apart(one: int, others: Iterable[int]) -> None:
@@ -126,16 +154,20 @@ def set_apart(one: int, others: Iterable[int]) -> None:
             os.sched_setaffinity(int(thread), processors)
 
 
-def _sample(alone: dict[str, Any], beside: dict[str, Any], other: dict[str, Any]) -> Sample:
-    figures = {name: beside[name] for name in beside if name != "extra"}
-    figures["cpu"] += other["cpu"]
-    figures["rss_mb"] += other["rss_mb"]
-    return Sample(
-        **figures,
-        extra={
-            "alone_p50_ms": alone["p50_ms"],
-            "alone_p99_ms": alone["p99_ms"],
-            "p50_ratio": beside["p50_ms"] / alone["p50_ms"],
-            "p99_ratio": beside["p99_ms"] / alone["p99_ms"],
-        },
+def _sample(
+    alone: list[dict[str, Any]], beside: list[dict[str, Any]], others: list[dict[str, Any]]
+) -> Sample:
+    """The figures beside the noisy one, with the ratios to those without it."""
+    quiet, noisy = ([each["sample"] for each in found] for found in (beside, others))
+    before, after = (
+        sorted(each for turn in found for each in turn["latencies_s"]) for found in (alone, beside)
     )
+    figures = {name: mean(each[name] for each in quiet) for name in quiet[0] if name != "extra"}
+    for name in ("cpu", "rss_mb"):
+        figures[name] += mean(each[name] for each in noisy)
+    extra = {}
+    for name, share in SHARES.items():
+        figures[f"{name}_ms"] = percentile(after, share) * 1000
+        extra[f"alone_{name}_ms"] = percentile(before, share) * 1000
+        extra[f"{name}_ratio"] = percentile(after, share) / percentile(before, share)
+    return Sample(**figures, extra=extra)

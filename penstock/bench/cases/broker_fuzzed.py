@@ -14,7 +14,7 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
-from penstock.bench.cases.broker_fair import NOISY_TOPIC, beside
+from penstock.bench.cases.broker_fair import NOISY_TOPIC, Turn, beside
 from penstock.bench.cases.broker_paced import PACED_PARTS
 from penstock.bench.cases.broker_peer import PenstockBroker
 from penstock.bench.client_process import ClientProcess, until
@@ -231,14 +231,16 @@ async def fuzzed_zmq(window: Window) -> Sample:
 async def _beside(transport: str, window: Window) -> Sample:
     broker = PenstockBroker()
 
-    def hostile(client: ClientProcess, topic: str, start: float) -> Coroutine[Any, Any, Any]:
+    def hostile(client: ClientProcess, topic: str, turn: Turn) -> Coroutine[Any, Any, Any]:
         return client.order(
-            "attack", transport=transport, url=broker.urls[transport], seconds=window.seconds,
-            start=start, seed=window.turn,
+            "attack", transport=transport, url=broker.urls[transport], seconds=turn.seconds,
+            start=turn.start, seed=turn.seed,
         )  # fmt: skip
 
-    sample, other = await beside(broker, window, hostile)
-    connections, hung_up = other["connections"], other["hung_up"]
+    sample, others = await beside(broker, window, hostile)
+    connections, hung_up = (
+        sum(each[name] for each in others) for name in ("connections", "hung_up")
+    )
     if not hung_up:
         raise PenstockError(
             f"the broker hung up on none of {connections} hostile clients over {transport}: the "

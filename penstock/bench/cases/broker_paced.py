@@ -86,6 +86,7 @@ class PacedPart:
             "events": pacer.meter.events,
             "refused": pacer.refused,
             "seconds": pacer.meter.wall_s,
+            "latencies_s": pacer.meter.latencies_s,
         }
 
     async def repeat(
