@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections import deque
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -69,12 +70,19 @@ class Connection:
         self.heard_at = broker.now()
         self._broker = broker
         self._greeting: asyncio.Task[None] | None = None
-        self._early: list[Frame] = []
+        self._greeted = False
+        self._early: deque[Frame] = deque()
         self._violations = 0
 
     def received(self, frame: Frame) -> None:
         """Take a frame; what is wrong with it is answered, here and now."""
         self.heard_at = self._broker.now()
+        if self._greeting is None or self._greeted:
+            self._take(frame)
+        else:
+            self._early.append(frame)  # of an eager client; the transport bounds it
+
+    def _take(self, frame: Frame) -> None:
         try:
             if self.session is not None:
                 if frame.kind == Kind.BYE:
@@ -82,7 +90,7 @@ class Connection:
                 else:
                     self.session.received(frame)
             elif self._greeting is not None:
-                self._early.append(frame)  # of an eager client; the transport bounds it
+                pass  # it said goodbye, or is gone
             elif frame.kind == Kind.HELLO:
                 hello = decode(frame.meta, Hello)
                 self._greeting = asyncio.create_task(self._greet(frame.request, hello))
@@ -92,7 +100,10 @@ class Connection:
             self.fault(frame.request, error)
 
     async def _greet(self, request: int, hello: Hello) -> None:
+        """Welcome a client, then take what it sent meanwhile; others, who are known, go first."""
+        courtesy = self._broker.courtesy
         try:
+            await courtesy.turn()
             self.session = await self._broker.greet(self, hello)
         except Exception as error:
             if not isinstance(error, PenstockError):
@@ -103,9 +114,10 @@ class Connection:
             self.fault(request, error)
             self.link.close()
             return
-        early, self._early = self._early, []
-        for frame in early:
-            self.received(frame)
+        while self._early:
+            await courtesy.turn()
+            self._take(self._early.popleft())
+        self._greeted = True
 
     def fault(self, request: int, error: PenstockError) -> None:
         """Answer with an error; who goes on breaking the protocol is cut off."""
@@ -210,6 +222,7 @@ class Broker:
         self.engine.spawn(self._close(session, connection))
 
     async def _close(self, session: Session, connection: Connection | None = None) -> None:
+        await self.courtesy.turn()
         await session.close()
         if connection is not None:
             connection.link.close()

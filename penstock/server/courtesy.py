@@ -1,7 +1,8 @@
-"""Courtesy: a tenant ahead of its rate has its batches looked at when nobody else is waiting.
+"""Courtesy: who can wait is served when nobody's publish is under way.
 
-One loop serves everybody, and a batch takes it a good part of a millisecond. A publisher that would
-come meanwhile waits that long; one that has come already need not.
+One loop serves everybody, and a batch or a greeting takes it a good part of a millisecond. A publisher
+that would come meanwhile waits that long; one that has come already need not. Tenants ahead of their
+rates, the pieces of large payloads, newcomers and those who leave let others go first.
 """
 
 from __future__ import annotations
@@ -14,13 +15,12 @@ from collections import deque
 # How long a batch waits at most for a moment in which nobody else publishes. Where there is none,
 # a tenant ahead of its rate gets some hundred turns a second.
 PATIENCE_S = 0.005
-# How often somebody looks who cannot be told; a publish takes about this long. uvloop counts whole
-# milliseconds, and takes less than half of one for none.
+# How often a thread looks, which cannot be told; a publish takes about this long.
 LOOK_S = 0.001
 
 
 class Courtesy:
-    """Publishes of tenants within their rates, and the others that let them go first.
+    """Publishes of tenants within their rates, and whoever lets them go first.
 
     >>> async def order() -> list[str]:
     ...     courtesy, seen = Courtesy(), []
@@ -50,11 +50,6 @@ class Courtesy:
         """It is answered."""
         self._under_way -= 1
         self._call_next()
-
-    @property
-    def wanted(self) -> bool:
-        """Whether somebody's publish is under way."""
-        return self._under_way > 0
 
     def pause(self) -> None:
         """The same as `turn` for a thread."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from penstock.server.courtesy import LOOK_S, PATIENCE_S, Courtesy
+from penstock.server.courtesy import Courtesy
 
 
 class Rest:
@@ -14,30 +14,26 @@ class Rest:
     def __init__(self, over: Callable[[], None], courtesy: Courtesy | None = None) -> None:
         self._over = over
         self._courtesy = courtesy
-        self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[None] | None = None
 
     @property
     def on(self) -> bool:
         """Whether there is one at present."""
-        return self._timer is not None
+        return self._task is not None
 
     def begin(self, seconds: float, *, courteous: bool = False) -> None:
         """Rest for a while, and longer if that is courteous and somebody wants to go first."""
-        until_s = self._loop.time() + seconds
-        if courteous and self._courtesy is not None:
-            until_s += PATIENCE_S
-        self._timer = self._loop.call_later(seconds, self._look, until_s)
+        self._task = asyncio.create_task(self._rest(seconds, courteous))
 
-    def _look(self, until_s: float) -> None:
-        if self._courtesy is not None and self._courtesy.wanted and self._loop.time() < until_s:
-            self._timer = self._loop.call_later(LOOK_S, self._look, until_s)
-        else:
-            self._timer = None
-            self._over()
+    async def _rest(self, seconds: float, courteous: bool) -> None:
+        await asyncio.sleep(seconds)
+        if courteous and self._courtesy is not None:
+            await self._courtesy.turn()
+        self._task = None
+        self._over()
 
     def cancel(self) -> None:
         """End it without a word."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None

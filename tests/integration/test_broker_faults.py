@@ -868,7 +868,40 @@ async def test_a_tenant_ahead_of_its_rate_lets_others_go_first(
     assert stored.bounds(METERED, 0)[1] == RATE_PER_S // 5
     courtesy.end()
     assert (await asyncio.wait_for(ahead, DEADLINE_S)).offset == RATE_PER_S // 5
-    assert not courtesy.wanted
+    assert not courtesy._under_way
+
+
+async def test_newcomers_and_leavers_let_others_go_first(
+    metered: Daemon, eager: penstock.Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """T1, Q1: whoever connects all the time costs those who publish as little as can be."""
+    monkeypatch.setattr("penstock.server.courtesy.PATIENCE_S", DEADLINE_S)
+    courtesy, sessions, topic = (
+        metered.broker.courtesy,
+        metered.engine.state.sessions,
+        "control.turn",
+    )
+    leaving = asyncio.Event()
+
+    async def visit() -> None:
+        async with penstock.connect(f"penstock://127.0.0.1:{metered.ports['tcp']}"):
+            await leaving.wait()
+
+    async def when(condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition():
+                await asyncio.sleep(0.001)
+
+    visitor = asyncio.create_task(visit())
+    for act, before, after in ((lambda: None, 1, 2), (leaving.set, 2, 1)):
+        courtesy.begin()  # as if somebody's publish were under way
+        act()
+        await when(lambda: courtesy._waiting)
+        await eager.publish(topic, b"at once")
+        assert len(sessions) == before
+        courtesy.end()
+        await when(lambda after=after: len(sessions) == after)
+    await asyncio.wait_for(visitor, DEADLINE_S)
 
 
 async def test_a_client_that_was_told_to_wait_does_not_ask_in_vain(
