@@ -6,7 +6,8 @@ A record is an event in a few words, and fields beside it, which `extra` carries
     log.info("client connected", extra={"peer": "10.0.0.7:40112", "tenant": "acme"})
 
 Lines are written by a thread, so that a terminal or a pipe that nobody reads never stops the
-broker; what does not fit its queue is counted and told later.
+broker; what does not fit its queue is counted and told later. It writes some times a second: whenever
+it wakes up, the broker's loop waits for it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import msgspec
 
 ROOT = "penstock"
 QUEUE_LINES = 10_000  # a few MB: minutes of a busy broker, and never more than that in memory
+GATHER_S = 0.05  # from a line to its being written, with all that came meanwhile
 FLUSH_S = 2.0  # how long an ending process waits for its reader; after that the lines are lost
 MAX_FIELD_CHARS = 2_000  # a peer may choose what is in a field: it gets no more room than this
 OWN = frozenset({"time", "level", "event", "logger", "error"})
@@ -65,6 +67,7 @@ class Background(logging.Handler):
         """Lines that found the queue full and nobody has been told about yet."""
         self._stream = stream
         self._lines: queue.Queue[str | None] = queue.Queue(QUEUE_LINES)
+        self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="penstock-log", daemon=True)
         self._thread.start()
 
@@ -88,20 +91,27 @@ class Background(logging.Handler):
         return self.format(logging.makeLogRecord({**about, **fields}))
 
     def _run(self) -> None:
-        while (line := self._lines.get()) is not None:
+        last = False
+        while not last:
+            lines = [self._lines.get()]
+            if lines[0] is not None:
+                self._ending.wait(GATHER_S)
+            while not self._lines.empty():
+                lines.append(self._lines.get())
+            last = None in lines
             try:
-                self._stream.write(line + "\n")
-                if self._lines.empty():
-                    self._stream.flush()
+                self._stream.write("".join(f"{line}\n" for line in lines if line is not None))
+                self._stream.flush()
             except (OSError, ValueError):
                 # Stderr is gone, and there is nowhere left to say so.
                 return
 
     def flush(self) -> None:
-        """The thread flushes whenever it has caught up."""
+        """The thread flushes whenever it has written."""
 
     def close(self) -> None:
         """Write what waits, for a short time, and end the thread."""
+        self._ending.set()
         deadline = time.monotonic() + FLUSH_S
         while self._thread.is_alive() and time.monotonic() < deadline:
             try:

@@ -153,3 +153,29 @@ def test_stderr_that_is_gone_stops_nothing(lines: Callable[..., list[str]]) -> N
     handler.close()
     with pytest.raises(BrokenPipeError):
         stream.close()
+
+
+def test_lines_that_come_together_are_written_together(lines: Callable[..., list[str]]) -> None:
+    """T1: the thread that writes takes the interpreter from the loop, so it wakes up seldom."""
+
+    class Counted(io.StringIO):
+        writes = 0
+
+        def write(self, text: str, /) -> int:
+            self.writes += 1
+            return super().write(text)
+
+    stream = Counted()
+    handler = logs.configure("text", "info", stream)
+    for number in range(20):
+        log.info("client connected", extra={"number": number})
+    deadline = time.monotonic() + 10
+    while "number=19" not in stream.getvalue() and time.monotonic() < deadline:
+        time.sleep(0.01)  # nobody has to close it to see them
+    assert len(stream.getvalue().splitlines()) == 20
+    assert stream.writes < 5
+    began = time.monotonic()
+    log.info("the last words")
+    handler.close()
+    assert time.monotonic() - began < 1
+    assert "the last words" in stream.getvalue()
