@@ -12,7 +12,7 @@ docs/reference/admission.md describes each limit and how the shared one is kept 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -70,6 +70,16 @@ class Waiting(NamedTuple):
     """Of all topics, for that consumer."""
     of_tenant: int = 0
     """Of all topics of a tenant that has a `max_queued`, for all consumers together."""
+
+
+class Incoming(NamedTuple):
+    """One batch of a transaction."""
+
+    tenant: str
+    topic: str
+    events: int
+    size_bytes: int
+    waiting: Waiting | None = None
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,12 +220,36 @@ class Admission:
             refusal = _metered(state, events, size_bytes, now_s)
         if refusal is not None:
             return _refused(tenant, topic, *refusal)
+        self._take(state, events, size_bytes)
+        return ADMITTED
+
+    def admit_together(self, batches: Sequence[Incoming], now_s: float) -> Decision:
+        """Take the batches of a transaction in, all of them or none; each has its `ingress_done`.
+
+        A tenant's batches are judged as one. Nobody can send a transaction in smaller pieces, so
+        `max_global_ingress` lets it in, however large, as long as there is room for anything.
+        """
+        totals: dict[str, tuple[int, int]] = {}
+        for tenant, topic, events, size_bytes, waiting in batches:
+            state = self._tenants.get(tenant) or self._remember(tenant, now_s)
+            before = totals.get(tenant, (0, 0))
+            totals[tenant] = total = before[0] + events, before[1] + size_bytes
+            refusal = None if waiting is None else self._behind(state, events, waiting)
+            refusal = refusal or self._full(state, total[0], whole=True)
+            refusal = refusal or _metered(state, *total, now_s, take=False)
+            if refusal is not None:
+                return _refused(tenant, topic, *refusal)
+        for tenant, total in totals.items():
+            _metered(self._tenant(tenant), *total, now_s)
+            self._take(self._tenant(tenant), *total)
+        return ADMITTED
+
+    def _take(self, state: _Tenant, events: int, size_bytes: int) -> None:
         if not state.ingress and events:
             self._active += 1
         state.ingress += events
         state.ingress_bytes += size_bytes
         self._ingress += events
-        return ADMITTED
 
     def peek(self, tenant: str, topic: str, events: int, now_s: float) -> Decision:
         """What the tenant's own rates say to events whose size is not known yet; takes nothing."""
@@ -267,12 +301,16 @@ class Admission:
         """Stored bytes and events on their way to the disk, by tenant."""
         return {name: (each.stored_bytes, each.ingress) for name, each in self._tenants.items()}
 
-    def _full(self, state: _Tenant, events: int) -> tuple[Kind, str, float] | None:
+    def _full(
+        self, state: _Tenant, events: int, *, whole: bool = False
+    ) -> tuple[Kind, str, float] | None:
         limits, own = self.limits, state.limits
         cap = own.max_ingress
         if cap is not None and state.ingress + events > cap:
             return _over(events, cap, "max_ingress", INGRESS_RETRY_S)
         cap = limits.max_global_ingress
+        if whole and cap is not None and self._ingress < cap:
+            return None
         if cap is not None and self._ingress + events > cap:
             share = cap // (self._active + (not state.ingress))
             within = self._ingress + events <= INGRESS_CEILING * cap

@@ -77,13 +77,12 @@ class Bundle:
         if draft.topic not in engine.state.topics:
             await engine.topics.ensure(draft.topic)
         size = await intake.prepare(draft)
+        intake.admit(draft, size)
+        admitted.append((draft, size))
         if draft.deliver_at_us is not None:
-            engine.state.schedule.delayed.check_room(draft.count)
             await engine.topics.ensure(SCHEDULED)
             stored, due_us = engine.timekeeper.hold_back(draft)
             return [Piece(number, stored, 0, due_us)]
-        intake.admit(draft, size)
-        admitted.append((draft, size))
         return [Piece(number, part, at) for part, at in intake.split(draft)]
 
     async def _store(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from penstock.core.admission import ADMITTED
+from penstock.core.admission import ADMITTED, Incoming, Waiting
 from penstock.core.entry import Entry
 from penstock.core.partition import partition_of, partitions_of
 from penstock.engines.bundle import combined
@@ -44,10 +44,10 @@ class Intake:
         if draft.topic not in self._engine.state.topics:
             await self._engine.topics.ensure(draft.topic)
         size = await self.prepare(draft)
-        if draft.deliver_at_us is not None:
-            return await self._delay(draft, size)
         self.admit(draft, size)
         try:
+            if draft.deliver_at_us is not None:
+                return await self._delay(draft)
             parts = self.split(draft)
             receipts: list[Receipt] = await self._submit(
                 [part for part, _ in parts], [at for _, at in parts], size, draft.tenant
@@ -103,14 +103,37 @@ class Intake:
 
     def admit(self, draft: Draft, size: int) -> None:
         """Count a draft as coming in, or raise why not."""
+        self._check_room(draft)
         decision = self._engine.admission.admit(
             draft.tenant, draft.topic, draft.count, size, self._engine.runtime.now(),
-            self._engine.groups.waiting_directly(draft.topic, draft.tenant),
+            self._waiting(draft),
         )  # fmt: skip
         if decision is not ADMITTED:
             raise decision.error()
+
+    def _admit_together(self, drafts: Sequence[Draft], sizes: Sequence[int]) -> None:
+        """Count the drafts of a transaction as coming in, or raise why none of them is."""
+        for draft in drafts:
+            self._check_room(draft)
+        decision = self._engine.admission.admit_together(
+            [
+                Incoming(draft.tenant, draft.topic, draft.count, size, self._waiting(draft))
+                for draft, size in zip(drafts, sizes, strict=True)
+            ],
+            self._engine.runtime.now(),
+        )
+        if decision is not ADMITTED:
+            raise decision.error()
+
+    def _waiting(self, draft: Draft) -> Waiting | None:
+        if draft.deliver_at_us is not None:  # what comes later waits for nobody now
+            return None
+        return self._engine.groups.waiting_directly(draft.topic, draft.tenant)
+
+    def _check_room(self, draft: Draft) -> None:
+        if draft.deliver_at_us is not None:
+            self._engine.state.schedule.delayed.check_room(draft.count)
         if self._engine.housekeeper.shortage_bytes:
-            self._engine.admission.ingress_done(draft.tenant, draft.count, size)
             raise DiskFull(
                 "retention may not delete anything (write-once) and the size limit is reached; "
                 "nothing was stored. Raise retention.max_bytes or wait for events to age",
@@ -137,8 +160,7 @@ class Intake:
             return [(draft, fallback if keys[0] is None else partition_of(keys[0], count))]
         return _by_partition(draft, partitions_of(keys, count, fallback).tolist())
 
-    async def _delay(self, draft: Draft, size: int) -> Receipt:
-        self._engine.state.schedule.delayed.check_room(draft.count)
+    async def _delay(self, draft: Draft) -> Receipt:
         await self._engine.topics.ensure(SCHEDULED)
         stored, due_us = self._engine.timekeeper.hold_back(draft)
         receipts: list[Receipt] = await self.submit(
@@ -239,9 +261,10 @@ class Intake:
             (feed, feed.pending_commit())  # type: ignore[attr-defined]
             for feed in transaction.cursors
         ]
+        sizes: list[int] = []
         for draft in transaction.drafts:
             await self._engine.topics.ensure(draft.topic)
-            await self.prepare(draft)
+            sizes.append(await self.prepare(draft))
 
         def check() -> None:
             if key is not None:
@@ -273,7 +296,12 @@ class Intake:
             drafts = [*drafts, keyring.marker(owner, key)]
         try:
             check()
-            return (await self.submit(drafts, when_taken=entries, check=check))[:count]
+            self._admit_together(transaction.drafts, sizes)
+            try:
+                return (await self.submit(drafts, when_taken=entries, check=check))[:count]
+            finally:
+                for draft, size in zip(transaction.drafts, sizes, strict=True):
+                    self._engine.admission.ingress_done(draft.tenant, draft.count, size)
         except KeyKnown:  # another one with this key was faster
             assert key is not None
             await keyring.knows(owner, key)

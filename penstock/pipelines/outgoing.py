@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Iterable, Iterator
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from penstock.model.arrow import TIME
-from penstock.model.errors import InvalidInput
+from penstock.model.errors import Deferred, InvalidInput, Throttled
 from penstock.pipelines.connection import Connection
 
 ENVELOPE = ("key", "headers", "event_time", "codec")
 BATCH_EVENTS = 100_000
+# How long rows wait for a bus that has too much to do, or for the rate of their tenant; after that the
+# query fails, and goes on from its checkpoint when it is started again.
+BUSY_S = 60.0
 
 
 def check_columns(names: list[str], topic: str | None) -> None:
@@ -93,13 +98,23 @@ class Outlet(Connection):
     async def _publish(
         self, rows: Iterable[pa.RecordBatch], topic: str | None, key: str, codec: str
     ) -> bool:
-        async with self.bus.transaction(idempotency_key=key) as transaction:
-            for batch in rows:
-                for name, kind, table in batches(batch, topic, codec):
-                    for start in range(0, table.num_rows, BATCH_EVENTS):
-                        part = table.slice(start, BATCH_EVENTS)
+        wanted = [
+            (name, kind, table.slice(start, BATCH_EVENTS))
+            for batch in rows
+            for name, kind, table in batches(batch, topic, codec)
+            for start in range(0, table.num_rows, BATCH_EVENTS)
+        ]
+        give_up_at = time.monotonic() + BUSY_S
+        while True:
+            try:
+                async with self.bus.transaction(idempotency_key=key) as transaction:
+                    for name, kind, part in wanted:
                         transaction.publish_many(name, part, codec=kind)
-        return not transaction.repeated
+                return not transaction.repeated
+            except (Deferred, Throttled) as busy:
+                if time.monotonic() + busy.retry_after_s > give_up_at:
+                    raise
+                await asyncio.sleep(busy.retry_after_s)
 
 
 _open: dict[tuple[str, str | None], Outlet] = {}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core import admission as module
-from penstock.core.admission import ADMITTED, Admission, Decision, Waiting
+from penstock.core.admission import ADMITTED, Admission, Decision, Incoming, Waiting
 from penstock.core.quota import AdmissionLimits, TenantLimits
 from penstock.model.errors import Deferred, Dropped, Rejected, ReplayLimited, Throttled
 
@@ -306,3 +306,47 @@ def test_idle_tenants_are_forgotten_and_busy_ones_are_not(monkeypatch: pytest.Mo
         admission.ingress_done(name, 1, 0)
     assert len(admission._tenants) <= 20
     assert {"busy", "keeper"} <= set(admission._tenants)
+
+
+def batch(events: int, tenant: str = "acme", size: int = 0, **more: object) -> Incoming:
+    return Incoming(tenant, "orders", events, size, **more)  # type: ignore[arg-type]
+
+
+def test_the_batches_of_a_transaction_are_judged_as_one_and_taken_together() -> None:
+    """T11: two that fit alone may be too much together, and then none of them uses anything up."""
+    admission = tenant(events_per_s=10, max_ingress=12)
+    assert verdict(admission.admit_together([batch(6), batch(6)], 0.0)) == (
+        "dropped",
+        "events_per_s",
+    )
+    assert verdict(admission.admit_together([batch(9), batch(9)], 0.0)) == (
+        "dropped",
+        "max_ingress",
+    )
+    refused = [batch(1, "other"), batch(4), batch(8)]
+    assert admission.admit_together(refused, 0.0) is not ADMITTED
+    assert admission.use() == {"acme": (0, 0), "other": (0, 0)}
+    assert admission.admit_together([batch(4), batch(6), batch(3, "other")], 0.0) is ADMITTED
+    assert admission.use() == {"acme": (0, 10), "other": (0, 3)}
+    late = admission.admit_together([batch(1)], 0.0)
+    assert (late.kind, late.limit, late.topic) == ("throttled", "events_per_s", "orders")
+    for events in (4, 6):
+        admission.ingress_done("acme", events, 0)
+    assert admission.use()["acme"] == (0, 0)
+
+
+def test_a_transaction_meets_every_limit_of_a_publish() -> None:
+    """T11: queues of direct consumers, stored bytes and the ingress of all."""
+    full = [batch(1, waiting=Waiting(256, 256))]
+    assert verdict(Admission(AdmissionLimits()).admit_together(full, 0.0)) == (
+        "deferred", "max_per_topic_queue",
+    )  # fmt: skip
+    parts = [batch(1, size=60), batch(1, size=60)]
+    assert verdict(tenant(storage_bytes=100).admit_together(parts, 0.0)) == (
+        "dropped", "storage_bytes",
+    )  # fmt: skip
+    admission = Admission(msgspec.structs.replace(OFF, max_global_ingress=10))
+    assert publish(admission, 9) is ADMITTED
+    assert admission.admit_together([batch(500)], 0.0) is ADMITTED, "it cannot come in pieces"
+    assert verdict(admission.admit_together([batch(1)], 0.0)) == ("deferred", "max_global_ingress")
+    assert publish(admission).kind == "deferred", "and it counts for everybody"
