@@ -11,6 +11,7 @@ import io
 import os
 import pkgutil
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -126,33 +127,40 @@ def test_bash_blocks_run(page: Path, tmp_path: Path) -> None:
 
 
 async def test_the_broker_tour_of_the_readme(tmp_path: Path) -> None:
-    """Row Y13: its commands, on free ports, with a handler that fails so that there is a dead letter."""
+    """Row Y13: its commands, on free ports; the handler fails, so that there is a dead letter."""
     [tour] = [each.code for each in blocks_of(ROOT / "README.md") if "penstock up" in each.code]
-    up, publish, *looks = [line.partition("  #")[0].strip() for line in tour.splitlines()]
+    up, handle, publish, *looks = [line.partition("  #")[0].strip() for line in tour.splitlines()]
     assert up == "penstock up ./shop"
     put_command(tmp_path)
 
     with BrokerProcess(tmp_path / "shop").start() as broker:
 
-        async def run(line: str) -> str:
+        def at_the_broker(line: str) -> str:
             there = line.replace("penstock://127.0.0.1", broker.url())
             there = there.replace(Settings().server.http, f"127.0.0.1:{broker.ports['http']}")
             assert there != line, "it names the broker"
-            return await asyncio.to_thread(run_program, ["bash", "-euc", there], tmp_path)
+            return there
 
-        async with penstock.connect(broker.url()) as bus:
-            once = penstock.Retry(ladder_ms=(), max_attempts=1)
+        async def run(line: str) -> str:
+            words = ["bash", "-euc", at_the_broker(line)]
+            return await asyncio.to_thread(run_program, words, tmp_path)
 
-            @bus.handler("orders.created.*", group="billing", retry=once)
-            async def bill(order: dict[str, int]) -> None:
-                raise ValueError(f"no paper for order {order['id']}")
-
-            await bus.ready()
+        python, *words = at_the_broker(handle).split()
+        assert python == "python"
+        handler = await asyncio.create_subprocess_exec(
+            sys.executable, *words, cwd=ROOT, stdout=asyncio.subprocess.PIPE
+        )
+        assert handler.stdout is not None
+        async with asyncio.timeout(DEADLINE_S):
+            assert await handler.stdout.readline() == b"waiting for orders\n"
             assert await run(publish) == "orders.created.web/0/0\n"
-            async with asyncio.timeout(DEADLINE_S):
+            async with penstock.connect(broker.url()) as bus:
                 while not await bus.dead_letters.list():
                     await asyncio.sleep(0.02)
-        letters, verdict, metrics = [await run(look) for look in looks]
+            letters, verdict, metrics = [await run(look) for look in looks]
+            handler.send_signal(signal.SIGINT)
+            assert await handler.stdout.read() == b"bye\n"
+            assert await handler.wait() == 0
     assert "billing" in letters
     assert "no paper for order 9" in letters
     assert "the chain is whole" in verdict

@@ -32,8 +32,13 @@ PROMISES = {
 }
 
 
+ELSEWHERE = {
+    "billing.py"
+}  # it works until it is told to stop: part of the README's tour, in test_docs
+
+
 def test_every_example_is_tested() -> None:
-    assert {path.name for path in (ROOT / "examples").glob("*.py")} == set(PROMISES)
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == set(PROMISES) | ELSEWHERE
 
 
 @pytest.mark.parametrize("name", PROMISES)
