@@ -28,6 +28,7 @@ ANSWER_S = 2.0  # a broker that is well answers in milliseconds
 MAX_ANSWER_BYTES = 64 * 1024
 MAX_SHOWN_CHARS = 300  # of an answer
 MOVED_SLACK_US = 2_000_000  # a leap second and a little
+SKEW_US = 1_000_000  # machines that are set by NTP agree within milliseconds
 DEFAULT_PORTS = {"penstock": 5557, "penstocks": 5557, "penstock+zmq": 5555}
 
 
@@ -98,20 +99,36 @@ def http_get(url: str, path: str) -> tuple[int, str]:
     return answer.status, text[:MAX_SHOWN_CHARS]
 
 
-def check_remote(url: str, settings: Settings) -> Check:
-    """Whether a broker answers where a `penstock://` URL leads, and lets us in."""
+def check_remote(url: str, settings: Settings) -> Iterator[Check]:
+    """Whether a broker answers where a `penstock://` URL leads, lets us in, and has our time."""
     where = urlsplit(url)
     place = f"{where.hostname}:{where.port or DEFAULT_PORTS.get(where.scheme, 0)}"
     try:
-        asyncio.run(_greet(url, settings))
+        ahead_us = asyncio.run(_greet(url, settings))
     except AccessDenied as error:
-        return Check("broker", "fail", f"{place} is a broker and does not let us in: {error.message}", "see docs/guide/security.md", error.code)  # fmt: skip
+        yield Check("broker", "fail", f"{place} is a broker and does not let us in: {error.message}", "see docs/guide/security.md", error.code)  # fmt: skip
     except PenstockError as error:
-        return Check("broker", "fail", f"no broker answers at {place}: {error.message}", "start the broker there with `penstock up`, and look at address, firewall and name resolution", error.code)  # fmt: skip
-    return Check("broker", "ok", f"the broker at {place} answers and lets us in")
+        yield Check("broker", "fail", f"no broker answers at {place}: {error.message}", "start the broker there with `penstock up`, and look at address, firewall and name resolution", error.code)  # fmt: skip
+    else:
+        yield Check("broker", "ok", f"the broker at {place} answers and lets us in")
+        if ahead_us is not None:
+            yield _check_skew(place, ahead_us)
 
 
-async def _greet(url: str, settings: Settings) -> None:
+def _check_skew(place: str, ahead_us: int) -> Check:
+    if abs(ahead_us) <= SKEW_US:
+        return Check("clock skew", "ok", f"the clocks here and at {place} are within {SKEW_US / 1e6:g} s")  # fmt: skip
+    return Check("clock skew", "warn", f"the clock at {place} is {ahead_us / 1e6:+.1f} s from the one here", "set both by NTP: events have the broker's time, delays and deadlines that you compute have yours")  # fmt: skip
+
+
+async def _greet(url: str, settings: Settings) -> int | None:
+    """Connect, and leave; how far the broker's clock is ahead of ours, if it says."""
     client = msgspec.structs.replace(settings.client, deadline_s=ANSWER_S)
-    async with penstock.connect(url, settings=msgspec.structs.replace(settings, client=client)):
-        pass
+    before_us = time.time_ns() // 1_000
+    async with penstock.connect(url, settings=msgspec.structs.replace(settings, client=client)) as bus:  # fmt: skip
+        after_us, welcome = time.time_ns() // 1_000, bus.engine.channel.welcome  # type: ignore[attr-defined]
+    if not welcome.now_us:
+        return None
+    if before_us <= welcome.now_us <= after_us:
+        return 0
+    return int(welcome.now_us - (after_us if welcome.now_us > after_us else before_us))

@@ -254,6 +254,7 @@ class Broker:
             session.id, self.id, resumed, self._settings.heartbeat_s, self._settings.session_s,
             identity.tenant, identity.subject, sorted(CAPABILITIES | {TRANSACTION_KEYS}),
             self._settings.max_frame_bytes, bus=self.engine.audit.log.identity, adopted=adopted,
+            now_us=self.engine.runtime.wall_us(),
         )  # fmt: skip
         session.attach(connection.link, hello, welcome)
         if connection not in self.connections:  # it broke meanwhile

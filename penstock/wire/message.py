@@ -84,6 +84,8 @@ class Welcome(Message, frozen=True):
     """Which log the broker serves: the same after every start, and another for every other folder."""
     adopted: dict[int, list[int]] = {}
     """After a restart, of each delivery that Hello named in `held`, the indices that are leased again."""
+    now_us: int = 0
+    """The broker's wall clock, in microseconds since 1970 UTC; an older broker does not say."""
 
 
 class Fault(Message, frozen=True):

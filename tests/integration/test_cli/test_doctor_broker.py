@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import importlib.util
 import json
@@ -28,6 +29,7 @@ from penstock.model.errors import ConnectionFailed, MissingExtra
 from penstock.model.server_settings import Server, Telemetry
 from penstock.model.settings import Journal, Sealing, Settings
 from penstock.server.ports import Address, listening, write_ports
+from penstock.testing.broker_process import broker_inside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -334,9 +336,28 @@ def test_the_real_broker_is_examined_while_it_runs(cli: Any, wait: Any) -> None:
     assert found(result, "broker /ready")["status"] == "ok"
     remote = cli("--url", record["urls"]["tcp"], "doctor", *OFF, "--json")
     assert "lets us in" in found(remote, "broker")["found"]
+    assert found(remote, "clock skew")["status"] == "ok"
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=30)
     assert found(cli.ok("doctor", str(cli.data), *OFF, "--json"), "broker")["found"] == "not running"  # fmt: skip
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+async def test_a_broker_whose_clock_is_not_ours(tmp_path: Path, hours: int) -> None:
+    """T16: events have the broker's time, so a difference is named, with who is ahead."""
+    daemon = broker_inside(tmp_path, {})
+    await daemon.start()
+    clock = daemon.engine.runtime.wall_us
+    daemon.engine.runtime.wall_us = lambda: clock() + hours * 3_600_000_000
+    try:
+        url = f"penstock://127.0.0.1:{daemon.ports['tcp']}"
+        look = partial(checkup_broker.check_remote, url, Settings())
+        _, skew = await asyncio.to_thread(lambda: list(look()))
+    finally:
+        await daemon.stop()
+    assert (skew.name, skew.status) == ("clock skew", "warn")
+    assert f"{hours * 3600:+d}." in skew.found
+    assert "NTP" in skew.advice
 
 
 # -- rehearsal and export --------------------------------------------------------------------------
