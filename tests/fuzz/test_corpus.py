@@ -12,7 +12,7 @@ import pytest
 from fuzz_targets import TARGETS
 
 CORPUS = Path(__file__).resolve().parent / "corpus"
-MAX_FILES, MAX_BYTES = 200, 200_000
+MAX_FILES, MAX_BYTES = 300, 200_000
 
 
 @pytest.mark.parametrize("name", TARGETS)
