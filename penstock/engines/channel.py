@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from penstock.engines.link import ClientLink
+from penstock.engines.link import MAX_FRAME_BYTES, ClientLink
 from penstock.model.errors import (
     AccessDenied,
     BrokerUnreachable,
@@ -66,6 +66,8 @@ class Channel:
     ) -> None:
         self.hello = hello
         self.welcome: say.Welcome | None = None
+        self.frame_bytes = MAX_FRAME_BYTES
+        """Largest frame the broker takes, as its last Welcome said."""
         self.on_push: Callable[[Frame], None] = lambda frame: None
         self.held: Callable[[], list[int]] = list
         """Deliveries that are still open, for the broker to compare."""
@@ -315,7 +317,7 @@ class Channel:
         self._heard_at = asyncio.get_running_loop().time()
         assert self._link is not None
         if welcome.max_frame_bytes:  # over ZeroMQ nothing was negotiated that could have said it
-            self._link.max_frame_bytes = welcome.max_frame_bytes
+            self._link.max_frame_bytes = self.frame_bytes = welcome.max_frame_bytes
         if before is not None and not welcome.resumed:
             self.renewed()
         if welcome.resumed:

@@ -8,6 +8,9 @@ from typing import Protocol
 from penstock.model.errors import PayloadTooLarge
 from penstock.wire.frame import MAX_META_BYTES, Frame
 
+# As the default of server.max_frame_bytes: what holds until the broker says otherwise.
+MAX_FRAME_BYTES = 320 << 20
+
 
 class ClientLink(Protocol):
     """What the client engine asks of a transport. One object is one connection; it is not reused."""

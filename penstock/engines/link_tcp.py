@@ -7,7 +7,7 @@ import ssl
 from collections.abc import Callable
 from typing import cast
 
-from penstock.engines.link import check_size
+from penstock.engines.link import MAX_FRAME_BYTES, check_size
 from penstock.engines.outbox import Outbox, keep_alive
 from penstock.engines.room import large_room
 from penstock.model.errors import (
@@ -31,7 +31,6 @@ DEFAULT_PORT = 5557
 OPEN_S = 10.0
 # What is queued gets this long to leave after `close`; a broker that reads nothing gets no more.
 LINGER_S = 2.0
-MAX_FRAME_BYTES = 320 << 20
 
 
 def client_tls(ca_file: str = "") -> ssl.SSLContext:

@@ -7,7 +7,7 @@ import ipaddress
 import socket as net
 from collections.abc import Callable
 
-from penstock.engines.link import check_size
+from penstock.engines.link import MAX_FRAME_BYTES, check_size
 from penstock.engines.zmq_library import Socket, client_context, curve_key, endpoint, zmq
 from penstock.engines.zmq_outbox import COPY_BELOW_BYTES, ZmqOutbox
 from penstock.engines.zmq_pump import NOBLOCK, Monitor, Pump
@@ -56,7 +56,7 @@ class ZmqLink:
         *,
         server_key: str = "",
         secret_key: str = "",
-        max_frame_bytes: int = 320 << 20,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
         heartbeat_s: float = 5.0,
         connect_timeout_s: float = 10.0,
     ) -> None:
