@@ -47,7 +47,6 @@ class RemotePublisher:
         self._waiting: deque[Waiting] = deque()
         """In the order of their deadlines."""
         self._scheduled = False
-        self._clock: asyncio.TimerHandle | None = None
         self._sequence = 0
         self._under_way: set[asyncio.Task[None]] = set()
         self._respite = Respite()
@@ -80,19 +79,10 @@ class RemotePublisher:
             task = asyncio.create_task(self._send(self._next_frame()))
             self._under_way.add(task)
             task.add_done_callback(self._arrived)
-        if self._waiting and self._clock is None:
-            loop = asyncio.get_running_loop()
-            self._clock = loop.call_at(self._waiting[0].until_s, self._ring)
 
-    def _ring(self) -> None:
-        """The oldest of those who wait has no time left: one clock for all of them."""
-        self._clock = None
-        self._refuse_late(0.0)
-        if not self._scheduled:
-            self._flush()
-
-    def _refuse_late(self, least_s: float) -> None:
-        end_s = asyncio.get_running_loop().time() + least_s
+    def _refuse_late(self) -> None:
+        """Answer those whose time is up. No clock is needed: what is under way is older, and ends first."""
+        end_s = asyncio.get_running_loop().time() + self._spread_s
         while self._waiting and self._waiting[0].until_s <= end_s:
             late = self._waiting.popleft()
             if not late.future.done():
@@ -103,7 +93,7 @@ class RemotePublisher:
     def _arrived(self, task: asyncio.Task[None]) -> None:
         self._under_way.discard(task)
         if self._waiting and not self._scheduled:
-            self._refuse_late(self._spread_s)
+            self._refuse_late()
             self._flush()
 
     def _next_frame(self) -> list[Waiting]:
