@@ -64,7 +64,9 @@ class BrokerEngine:
         self.channel.held = self._held
         self.channel.lost = self._lost
         self.channel.renewed = self._renewed
-        self._publisher = RemotePublisher(self.channel, settings.client.linger_ms)
+        self._publisher = RemotePublisher(
+            self.channel, settings.client.linger_ms, settings.client.deadline_s
+        )
         self._feeds: dict[int, RemoteQueue | RemoteLog] = {}
         self._feed = 0
         self._unreported: dict[RemoteDelivery, None] = {}

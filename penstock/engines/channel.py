@@ -13,17 +13,17 @@ import logging
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import msgspec
 
-from penstock.engines.link import ClientLink
+from penstock.engines.link import MAX_FRAME_BYTES, ClientLink
 from penstock.model.errors import (
     AccessDenied,
     BrokerUnreachable,
     BusClosed,
     ConnectionLost,
     Fenced,
+    PayloadTooLarge,
     PenstockError,
     ProtocolViolation,
     WrongProtocolVersion,
@@ -66,6 +66,8 @@ class Channel:
     ) -> None:
         self.hello = hello
         self.welcome: say.Welcome | None = None
+        self.frame_bytes = MAX_FRAME_BYTES
+        """Largest frame the broker takes, as its last Welcome said."""
         self.on_push: Callable[[Frame], None] = lambda frame: None
         self.held: Callable[[], list[int]] = list
         """Deliveries that are still open, for the broker to compare."""
@@ -120,7 +122,11 @@ class Channel:
         call = Call(frame, asyncio.get_running_loop().create_future(), again)
         self._calls[frame.request] = call
         if self._link is not None and self.welcome is not None:
-            self._send(call)
+            try:
+                self._send(call)
+            except BaseException:  # kept, it would be sent again over every connection to come
+                del self._calls[frame.request]
+                raise
         return call
 
     async def finish(self, call: Call, deadline_s: float | None = None) -> Frame:
@@ -130,7 +136,7 @@ class Channel:
             async with asyncio.timeout(limit_s if limit_s > 0 else None):
                 answer = await call.future
         except TimeoutError:
-            raise self._overdue(call, limit_s) from None
+            raise self._overdue(call) from None
         finally:
             self._calls.pop(call.frame.request, None)
         if answer.kind == Kind.FAULT:
@@ -142,17 +148,29 @@ class Channel:
         assert self._link is not None
         self._link.send(call.frame)
 
-    def _overdue(self, call: Call, limit_s: float) -> PenstockError:
+    def _send_again(self, call: Call) -> None:
+        """Send what waited; one that this connection cannot carry fails alone."""
+        try:
+            self._send(call)
+        except PenstockError as error:
+            if not call.future.done():
+                call.future.set_exception(error)
+
+    def _overdue(self, call: Call) -> PenstockError:
         if not call.sent:
-            return BrokerUnreachable(
-                f"no connection to the broker within {limit_s:g} s; nothing was sent. It goes on "
-                "trying: call again, or check that the broker runs",
-                outcome="not sent",
-            )
+            return self.unsent("no connection to the broker")
         return ConnectionLost(
-            f"no answer from the broker within {limit_s:g} s; the request may still take effect. "
-            "Publish again with the same token or idempotency key to be sure",
+            f"no answer from the broker within {self._settings.deadline_s:g} s; the request may still "
+            "take effect. Publish again with the same token or idempotency key to be sure",
             outcome="unknown",
+        )
+
+    def unsent(self, why: str) -> BrokerUnreachable:
+        """What a caller hears whose time was up before anything was sent."""
+        return BrokerUnreachable(
+            f"{why} within {self._settings.deadline_s:g} s; nothing was sent. It goes on trying: "
+            "call again, or check that the broker runs",
+            outcome="not sent",
         )
 
     def settle(self, settlements: list[say.Settlement]) -> None:
@@ -298,22 +316,27 @@ class Channel:
         self.welcome = welcome
         self._heard_at = asyncio.get_running_loop().time()
         assert self._link is not None
+        if welcome.max_frame_bytes:  # over ZeroMQ nothing was negotiated that could have said it
+            self._link.max_frame_bytes = self.frame_bytes = welcome.max_frame_bytes
         if before is not None and not welcome.resumed:
             self.renewed()
         if welcome.resumed:
             self.lost(welcome.lost)
             self._confirmed(welcome.settled)
             for _, frame, _ in self._settles:
-                self._link.send(frame)
+                try:
+                    self._link.send(frame)
+                except PayloadTooLarge as error:  # their leases run out, and they come again
+                    log.error("settlements could not be reported: %s", error)
         else:
             self._settles.clear()
         unknown = set(welcome.unknown)
         for number, call in earlier:
             if not call.sent or (welcome.resumed and number in unknown):
-                self._send(call)
+                self._send_again(call)
             elif not welcome.resumed:
                 if call.again or (same and call.frame.kind in RECOGNISED):
-                    self._send(call)
+                    self._send_again(call)
                 elif not call.future.done():
                     call.future.set_exception(
                         ConnectionLost(
@@ -368,8 +391,3 @@ class Channel:
         link, self._link = self._link, None
         if link is not None:
             link.close()
-
-
-def answer_of(frame: Frame, kind: Any) -> Any:
-    """The message in an answer."""
-    return decode(frame.meta, kind)

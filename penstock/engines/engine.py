@@ -82,6 +82,8 @@ def _as_lists(batch: EventBatch) -> Draft:
             setattr(draft, name, column.tolist())
     if batch.times is None and batch.time_us:
         draft.times_us = [batch.time_us] * batch.count
+    if batch.explicit_tokens:  # those of anybody else are given anew with the offsets
+        draft.tokens = [batch.token(index) for index in range(batch.count)]
     return draft
 
 

@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from penstock.wire.frame import Frame
+from penstock.model.errors import PayloadTooLarge
+from penstock.wire.frame import MAX_META_BYTES, Frame
+
+# As the default of server.max_frame_bytes: what holds until the broker says otherwise.
+MAX_FRAME_BYTES = 320 << 20
 
 
 class ClientLink(Protocol):
     """What the client engine asks of a transport. One object is one connection; it is not reused."""
+
+    max_frame_bytes: int
+    """Largest frame the broker takes; the engine sets what its Welcome says."""
 
     async def open(self, on_frame: Callable[[Frame], None], on_lost: Callable[[str], None]) -> None:
         """Connect; raises BrokerUnreachable, ProtocolViolation or WrongProtocolVersion.
@@ -19,7 +26,11 @@ class ClientLink(Protocol):
         ...
 
     def send(self, frame: Frame) -> None:
-        """Queue a frame; never waits. After the connection is gone it does nothing."""
+        """Queue a frame; never waits. After the connection is gone it does nothing.
+
+        Raises PayloadTooLarge where the broker would cut the connection: the frame would be sent
+        again over the next one, and cut that as well.
+        """
         ...
 
     def pending_bytes(self) -> int:
@@ -29,3 +40,21 @@ class ClientLink(Protocol):
     def close(self) -> None:
         """End the connection."""
         ...
+
+
+def check_size(frame: Frame, size_bytes: int, limit_bytes: int) -> None:
+    """Raise PayloadTooLarge for a frame that takes more, with all its lengths, than a broker reads."""
+    if size_bytes > limit_bytes:
+        raise PayloadTooLarge(
+            f"a frame of {size_bytes} bytes is over the broker's server.max_frame_bytes of "
+            f"{limit_bytes}; nothing was sent. Publish less at once",
+            size_bytes=size_bytes,
+            limit_bytes=limit_bytes,
+        )
+    if len(frame.meta) > MAX_META_BYTES:
+        raise PayloadTooLarge(
+            f"the message of a frame takes {len(frame.meta)} bytes, over the {MAX_META_BYTES} that a "
+            "broker reads; nothing was sent. Publish less at once",
+            size_bytes=len(frame.meta),
+            limit_bytes=MAX_META_BYTES,
+        )

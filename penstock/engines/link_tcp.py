@@ -7,12 +7,12 @@ import ssl
 from collections.abc import Callable
 from typing import cast
 
+from penstock.engines.link import MAX_FRAME_BYTES, check_size
 from penstock.engines.outbox import Outbox, keep_alive
 from penstock.engines.room import large_room
 from penstock.model.errors import (
     BrokerUnreachable,
     InvalidSettings,
-    PayloadTooLarge,
     PenstockError,
     ProtocolViolation,
 )
@@ -31,7 +31,6 @@ DEFAULT_PORT = 5557
 OPEN_S = 10.0
 # What is queued gets this long to leave after `close`; a broker that reads nothing gets no more.
 LINGER_S = 2.0
-MAX_FRAME_BYTES = 320 << 20
 
 
 def client_tls(ca_file: str = "") -> ssl.SSLContext:
@@ -104,13 +103,7 @@ class TcpLink(asyncio.BufferedProtocol):
         if self._outbox is None:
             return
         size = BODY_HEAD.size + frame.size_bytes + PART_LENGTH.size * len(frame.parts)
-        if size > self.max_frame_bytes:
-            raise PayloadTooLarge(
-                f"a frame of {size} bytes is over the broker's server.max_frame_bytes of "
-                f"{self.max_frame_bytes}; publish less at once",
-                size_bytes=size,
-                limit_bytes=self.max_frame_bytes,
-            )
+        check_size(frame, size, self.max_frame_bytes)
         self._outbox.put(encode_frame(frame, self._compressor))
 
     def pending_bytes(self) -> int:

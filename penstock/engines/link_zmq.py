@@ -7,10 +7,11 @@ import ipaddress
 import socket as net
 from collections.abc import Callable
 
+from penstock.engines.link import MAX_FRAME_BYTES, check_size
 from penstock.engines.zmq_library import Socket, client_context, curve_key, endpoint, zmq
 from penstock.engines.zmq_outbox import COPY_BELOW_BYTES, ZmqOutbox
 from penstock.engines.zmq_pump import NOBLOCK, Monitor, Pump
-from penstock.model.errors import BrokerUnreachable, PayloadTooLarge, PenstockError
+from penstock.model.errors import BrokerUnreachable, PenstockError
 from penstock.wire.frame import MAX_PARTS, Bytes, Frame
 
 DEFAULT_PORT = 5555
@@ -55,14 +56,14 @@ class ZmqLink:
         *,
         server_key: str = "",
         secret_key: str = "",
-        max_frame_bytes: int = 320 << 20,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
         heartbeat_s: float = 5.0,
         connect_timeout_s: float = 10.0,
     ) -> None:
         self.host = host
         self.port = port
         self.max_frame_bytes = max_frame_bytes
-        """Largest frame, both ways."""
+        """Largest frame the broker sends; once the Welcome is there, the largest it takes."""
         self._server_key = server_key
         self._secret_key = secret_key
         self._heartbeat_s = heartbeat_s
@@ -100,14 +101,7 @@ class ZmqLink:
         """Queue a frame; raises PayloadTooLarge where the broker would cut the connection."""
         if self._socket is None:
             return
-        size = frame.size_bytes
-        if size > self.max_frame_bytes:
-            raise PayloadTooLarge(
-                f"a frame of {size} bytes is over the broker's server.max_frame_bytes of "
-                f"{self.max_frame_bytes}; publish less at once",
-                size_bytes=size,
-                limit_bytes=self.max_frame_bytes,
-            )
+        check_size(frame, frame.size_bytes, self.max_frame_bytes)
         self._outbox.put(frame.multipart())
 
     def pending_bytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from typing import NamedTuple
 
 from penstock.core.respite import Respite
@@ -20,6 +21,10 @@ MAX_UNDER_WAY = 64
 FRAME_DRAFTS = 1_024
 FRAME_BYTES = 4 << 20
 PART_BYTES = 64 << 10  # payloads of this size travel beside the message, not copied into it
+# Of the deadline. The drafts of a frame share the clock of the oldest: none is younger by more. And
+# with less than this left a draft that waited is not sent: "not sent" is a better answer than "unknown".
+SPREAD = 0.1
+LEAST_S = 0.001  # 0 would be for ever
 
 
 class Waiting(NamedTuple):
@@ -27,15 +32,20 @@ class Waiting(NamedTuple):
 
     draft: Draft
     future: asyncio.Future[Receipt]
+    until_s: float
+    """When its publish has to have an answer, whether it was sent or not."""
 
 
 class RemotePublisher:
     """Bundles drafts into frames."""
 
-    def __init__(self, channel: Channel, linger_ms: float) -> None:
+    def __init__(self, channel: Channel, linger_ms: float, deadline_s: float) -> None:
         self._channel = channel
-        self._linger_s = linger_ms / 1_000
-        self._waiting: list[Waiting] = []
+        self._deadline_s = deadline_s
+        self._spread_s = SPREAD * deadline_s
+        self._linger_s = min(linger_ms / 1_000, deadline_s / 2)  # half is for the broker
+        self._waiting: deque[Waiting] = deque()
+        """In the order of their deadlines."""
         self._scheduled = False
         self._sequence = 0
         self._under_way: set[asyncio.Task[None]] = set()
@@ -54,7 +64,7 @@ class RemotePublisher:
             if refusal is not None:
                 raise refusal
         future: asyncio.Future[Receipt] = loop.create_future()
-        self._waiting.append(Waiting(draft, future))
+        self._waiting.append(Waiting(draft, future, loop.time() + self._deadline_s))
         if not self._scheduled:
             self._scheduled = True
             if self._linger_s:
@@ -70,21 +80,36 @@ class RemotePublisher:
             self._under_way.add(task)
             task.add_done_callback(self._arrived)
 
+    def _refuse_late(self) -> None:
+        """Answer those whose time is up. No clock is needed: what is under way is older, and ends first."""
+        end_s = asyncio.get_running_loop().time() + self._spread_s
+        while self._waiting and self._waiting[0].until_s <= end_s:
+            late = self._waiting.popleft()
+            if not late.future.done():
+                late.future.set_exception(
+                    self._channel.unsent("no answer from the broker to what was sent before this")
+                )
+
     def _arrived(self, task: asyncio.Task[None]) -> None:
         self._under_way.discard(task)
         if self._waiting and not self._scheduled:
+            self._refuse_late()
             self._flush()
 
     def _next_frame(self) -> list[Waiting]:
-        taken = 0
-        size = 0
-        for waiting in self._waiting:
-            if taken >= FRAME_DRAFTS or size >= FRAME_BYTES:
+        queue, size = self._waiting, 0
+        frame: list[Waiting] = []
+        room = self._channel.frame_bytes // 2  # the rest is for names, keys and headers
+        last_s = queue[0].until_s + self._spread_s
+        while queue and len(frame) < FRAME_DRAFTS and size < FRAME_BYTES:
+            own = _size(queue[0].draft)
+            if frame and (size + own > room or queue[0].until_s > last_s):
                 break
-            taken += 1
-            size += _size(waiting.draft)
-        frame, self._waiting = self._waiting[:taken], self._waiting[taken:]
-        return [waiting for waiting in frame if not waiting.future.done()]
+            waiting = queue.popleft()
+            if not waiting.future.done():  # else whoever waited was cancelled
+                frame.append(waiting)
+                size += own
+        return frame
 
     async def _send(self, drafts: list[Waiting]) -> None:
         if not drafts:
@@ -93,7 +118,10 @@ class RemotePublisher:
         try:
             metas = [described(waiting.draft, parts) for waiting in drafts]
             message = Publish(self.next_sequence(), metas, self._respite.withheld())
-            answer = await self._channel.call(Kind.PUBLISH, message, parts)
+            left_s = drafts[0].until_s - asyncio.get_running_loop().time()
+            answer = await self._channel.call(
+                Kind.PUBLISH, message, parts, deadline_s=max(left_s, LEAST_S)
+            )
             published: Published = decode(answer.meta, Published)
         except PenstockError as error:
             for waiting in drafts:
@@ -120,7 +148,7 @@ class RemotePublisher:
 def described(draft: Draft, parts: list[Bytes]) -> DraftMeta:
     """The message for a draft; a large one goes into `parts` as a batch."""
     large = draft.count >= MERGE_EVENTS or _size(draft) >= PART_BYTES
-    if draft.batch is not None or (large and draft.tokens is None):
+    if draft.batch is not None or large:
         batch = draft.batch if draft.batch is not None else draft.build()
         parts.append(batch.encode())
         return DraftMeta(

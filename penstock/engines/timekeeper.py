@@ -67,6 +67,8 @@ class Timekeeper:
 
     def hold_back(self, draft: Draft) -> tuple[Draft, int]:
         """A draft as it is stored until its time comes, and that time."""
+        if draft.batch is not None:  # each event gets headers of its own below
+            draft = draft.subset(range(draft.count))
         assert draft.deliver_at_us is not None
         stored = Draft(SCHEDULED, draft.payloads, tenant=draft.tenant, codec=draft.codec)
         stored.keys, stored.tokens, stored.times_us = draft.keys, draft.tokens, draft.times_us

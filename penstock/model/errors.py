@@ -215,7 +215,7 @@ class InvalidSchedule(InvalidInput):
 
 
 class PayloadTooLarge(InvalidInput):
-    """One event's payload is over `limits.max_payload_bytes`."""
+    """A payload is over `limits.max_payload_bytes`, or a frame over `server.max_frame_bytes`."""
 
     code = "invalid.too-large"
 

@@ -106,13 +106,17 @@ class Client(Group, frozen=True):
     deadline_s: Annotated[
         float,
         Meta(gt=0, le=3_600),
-        about("A call that has no answer by then raises; reconnecting goes on meanwhile."),
+        about(
+            "A call that has no answer by then raises, counted from the call, also if it waits to be "
+            "sent; reconnecting goes on meanwhile."
+        ),
     ] = 10.0
     linger_ms: Annotated[
         float,
         Meta(ge=0, le=1_000),
         about(
-            "How long a publish waits for others to share its frame; 0 waits for this loop turn."
+            "How long a publish waits for others to share its frame, at most half of `deadline_s`; "
+            "0 waits for this loop turn."
         ),
     ] = 0.0
     heartbeat_s: Annotated[float, Meta(gt=0, le=3_600), about("Sign of life when idle.")] = 5.0

@@ -167,6 +167,30 @@ async def test_nothing_hangs_when_no_broker_comes_back(cable: Cable) -> None:
         cable.plug()
 
 
+async def test_nobody_waits_longer_than_its_deadline_however_many_wait(cable: Cable) -> None:
+    """T4: also those for whom there was no place in a frame yet."""
+    url = f"penstock://127.0.0.1:{cable.port}"
+    async with penstock.connect(url, client__deadline_s=1.0) as bus:
+        await bus.publish("a.b", b"x")
+        cable.cut()
+        await asyncio.sleep(0.1)
+
+        async def one() -> float:
+            started = time.monotonic()
+            with pytest.raises(errors.BrokerUnreachable) as raised:
+                await bus.publish("a.b", b"y")
+            assert raised.value.outcome == "not sent"
+            return time.monotonic() - started
+
+        waiting = []
+        for _ in range(200):
+            waiting.append(asyncio.create_task(one()))
+            for _ in range(5):
+                await asyncio.sleep(0)
+        assert max(await asyncio.gather(*waiting)) < 1.6
+        cable.plug()
+
+
 async def test_leases_survive_a_broker_that_was_killed(broker: BrokerProcess) -> None:
     """T4: resumption after a restart, from the journal; the holder goes on, nobody else is served."""
     async with penstock.connect(broker.url(), client__deadline_s=60.0) as bus:

@@ -170,6 +170,23 @@ def test_of_a_mixed_draft_only_what_is_new_is_stored() -> None:
     assert [part.duplicate for part in parts] == [True, False, True, True, False]
 
 
+def test_of_a_mixed_batch_only_what_is_new_is_stored() -> None:
+    """T1: a draft that came over a wire as a batch; its new tokens are known from then on."""
+    bench = Bench()
+    bench.lay(submit(labelled(1, 2)))
+    for duplicates in ([True, False, True, True, False], [True] * 5):
+        came = labelled(2, 3, 3, 1, 4)
+        came.batch, came.payloads = EventBatch.decode(came.build().encode()), ()
+        work = submit(came)
+        _, placed = bench.lay(work)
+        parts = work.receipts[0].parts
+        assert [part.offset for part in parts] == [1, 2, 2, 0, 3]
+        assert [part.duplicate for part in parts] == duplicates
+        for batch, *_ in placed:
+            assert batch.payloads() == [b"3", b"4"]
+            assert [batch.token(0), batch.token(1)] == tokens(3, 4)
+
+
 def test_a_repeat_within_one_draft_is_stored_once() -> None:
     work = submit(labelled(1, 1, 1))
     _, ((batch, *_),) = Bench().lay(work)

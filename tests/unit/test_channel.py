@@ -1,0 +1,114 @@
+"""A client's session when a connection cannot carry a call: that call fails, and nothing else (T1, T4)."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from penstock import errors
+from penstock.engines.channel import Channel
+from penstock.engines.link import check_size
+from penstock.model.loader import load
+from penstock.wire import message as say
+from penstock.wire.frame import MAX_META_BYTES, Frame, Kind
+
+BEFORE = say.Welcome("s", "b1")
+
+
+class Narrow:
+    """In place of a connection: takes what fits, and notes it."""
+
+    def __init__(self, max_frame_bytes: int = 1_000) -> None:
+        self.max_frame_bytes = max_frame_bytes
+        self.sent: list[Frame] = []
+
+    def send(self, frame: Frame) -> None:
+        check_size(frame, frame.size_bytes, self.max_frame_bytes)
+        self.sent.append(frame)
+
+
+def channel_over(link: Narrow) -> Any:
+    settings = load(None, {}, {})
+    channel: Any = Channel(lambda: link, settings.client, say.Hello("c"))  # type: ignore[arg-type, return-value]
+    channel._link, channel.welcome = link, BEFORE
+    return channel
+
+
+async def test_a_call_that_was_too_large_is_forgotten() -> None:
+    """T4: kept, it would be sent again over the next connection, and every one after that."""
+    link = Narrow()
+    channel = channel_over(link)
+    with pytest.raises(errors.PayloadTooLarge):
+        channel.begin(Kind.PUBLISH, say.Publish(1, []), [bytes(2_000)])
+    assert channel._calls == {}
+    channel._resume(say.Welcome("s", "b1", resumed=True), BEFORE)
+    assert link.sent == []
+
+
+@pytest.mark.parametrize(
+    "welcome",
+    [say.Welcome("s", "b1", resumed=True, unknown=[1, 2, 3]), say.Welcome("s", "b2")],
+    ids=["resumed", "restarted"],
+)
+@pytest.mark.parametrize("before", [True, False], ids=["sent-before", "waiting"])
+async def test_a_new_connection_carries_what_it_can(welcome: say.Welcome, before: bool) -> None:
+    """T4: a broker that came back with a smaller limit costs the large call its answer, and no other."""
+    channel = channel_over(Narrow(10_000))
+    if not before:
+        channel._link = None
+    calls = [
+        channel.begin(Kind.PUBLISH, say.Publish(number, []), [bytes(size)])
+        for number, size in enumerate((10, 2_000, 20))
+    ]
+    link = channel._link = Narrow(1_000)
+    channel._resume(welcome, BEFORE)
+    assert [frame.request for frame in link.sent] == [1, 3]
+    with pytest.raises(errors.PayloadTooLarge):
+        await channel.finish(calls[1])
+    assert set(channel._calls) == {1, 3}
+
+
+async def test_the_broker_says_how_large_a_frame_may_be() -> None:
+    """T1: its Welcome does, whatever carries it; one that says nothing changes nothing."""
+    link = Narrow(1 << 30)
+    channel = channel_over(link)
+    channel._resume(say.Welcome("s", "b1"), BEFORE)
+    assert link.max_frame_bytes == 1 << 30
+    channel._resume(say.Welcome("s", "b1", max_frame_bytes=70_000), BEFORE)
+    assert link.max_frame_bytes == 70_000
+
+
+async def test_settlements_that_do_not_fit_hold_up_nothing() -> None:
+    """T4: they are reported in the log, and the session goes on."""
+    channel = channel_over(Narrow(100_000))
+    channel.settle([say.Settlement(1, rejects=[(0, "x" * 2_000)])])
+    channel.settle([say.Settlement(2, acks=[0, 1])])
+    link = channel._link = Narrow(1_000)
+    channel._resume(say.Welcome("s", "b1", resumed=True), BEFORE)
+    assert len(link.sent) == 1
+
+
+def test_a_message_is_bounded_as_well_as_a_frame() -> None:
+    """T1: a broker reads no more of it, so it is refused before it is sent."""
+    fits = Frame(Kind.PUBLISH, 1, bytes(MAX_META_BYTES))
+    check_size(fits, fits.size_bytes, 1 << 30)
+    with pytest.raises(errors.PayloadTooLarge) as raised:
+        check_size(Frame(Kind.PUBLISH, 1, bytes(MAX_META_BYTES + 1)), 0, 1 << 30)
+    assert raised.value.data["limit_bytes"] == MAX_META_BYTES
+    with pytest.raises(errors.PayloadTooLarge):
+        check_size(Frame(Kind.PUBLISH, 1, b""), 11, 10)
+
+
+async def test_an_overdue_call_names_the_deadline_of_the_settings() -> None:
+    """T4: what is left of it for one frame would say little to its caller."""
+    channel = channel_over(Narrow())
+    channel._link = None
+    call = channel.begin(Kind.FLUSH)
+    async with asyncio.timeout(5):
+        with pytest.raises(
+            errors.BrokerUnreachable, match="within 10 s; nothing was sent"
+        ) as raised:
+            await channel.finish(call, 0.01)
+    assert raised.value.outcome == "not sent"
