@@ -203,3 +203,19 @@ async def test_what_is_over_its_rate_is_refused_before_any_work(
         assert daemon.counters.refusals == {("dropped", "events_per_s", "acme"): 1}
     finally:
         await daemon.stop()
+
+
+async def test_what_has_a_token_never_lies_beside_the_journal(
+    daemon: Daemon, threads: Threads
+) -> None:
+    """T13: so it is compressed, and by a thread, where one without a token gets a side file."""
+    huge = b"huge" * (daemon.engine.settings.journal.side_file_bytes // 3)
+    async with connect(daemon) as bus:
+        await bus.topics.create("orders")
+        await alone(bus, huge)
+        assert not threads.compressed
+        await known(bus, huge)
+        await known_together(bus, b"x" + huge)
+        assert await stored(bus) == [huge, huge]
+    assert threads.compressed
+    assert threading.get_ident() not in threads.compressed
