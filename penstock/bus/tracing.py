@@ -144,7 +144,7 @@ def publishing(topic: str, count: int, headers: Headers | None = None) -> Iterat
 @contextmanager
 def receiving(drafts: Sequence[Draft]) -> Iterator[None]:
     """The broker stores the drafts of one frame; all events of a draft are of one publish."""
-    if tracer is None:
+    if tracer is None or not drafts:
         yield
         return
     from opentelemetry.trace import SpanKind

@@ -78,7 +78,10 @@ class FastPath(Group, frozen=True):
         False
     )
     cutover_bytes: Annotated[
-        Memory, about("Payloads, and compressed frames, from this size on take it.")
+        Memory,
+        about(
+            "Payloads, and frames that are compressed, JSON or protobuf, from this size on take it."
+        ),
     ] = 256 * KIB
     fall_back: Annotated[
         bool,

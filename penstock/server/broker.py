@@ -74,6 +74,11 @@ class Connection:
         self._early: deque[Frame] = deque()
         self._violations = 0
 
+    @property
+    def tenant(self) -> str:
+        """Whom the client speaks for; nobody before its welcome."""
+        return "" if self.session is None else self.session.identity.tenant
+
     def received(self, frame: Frame) -> None:
         """Take a frame; what is wrong with it is answered, here and now."""
         self.heard_at = self._broker.now()
@@ -192,6 +197,11 @@ class Broker:
     def failed(self, error: Exception) -> None:
         """Count a request that is answered with an error, or what a transport could not read."""
         self.tally.frame_error(to_fault(error).code)
+
+    def refused(self, error: Rejected) -> None:
+        """Count a request that a transport did not take because of a limit."""
+        self.tally.rejected(error, "")
+        self.failed(error)
 
     def disconnected(self, connection: Connection, reason: str) -> None:
         """A connection is gone; its session waits, if it may."""
@@ -331,8 +341,7 @@ class Broker:
         try:
             answer = await self.engine.ask(request)
         except Rejected as error:
-            kind, data = error.code.rpartition(".")[2], error.data
-            self.tally.refused(kind, str(data.get("limit", "none")), str(data.get("tenant", "")))
+            self.tally.rejected(error, "")
             raise
         if isinstance(request, requests.ResetGroup):
             self._fence(request.group)

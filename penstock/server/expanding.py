@@ -1,21 +1,43 @@
-"""Expanding: which frames of a client are expanded by a thread (row T13)."""
+"""Expanding: which frames of a client are expanded and translated by a thread (row T13)."""
 
 from __future__ import annotations
 
+from penstock.model.errors import PenstockError
 from penstock.server.detour import Detour
 from penstock.wire.frame import BODY_HEAD, Frame
+from penstock.wire.mark import from_mark
 from penstock.wire.stream import COMPRESSOR_AT, RAW_SIZE, Message, decode_frame
 
-Expansion = Detour[Message, Frame]
+Read = tuple[Frame, PenstockError | None]
+"""A frame, and why its message cannot be read: that costs the client an answer, not its connection."""
+Expansion = Detour[Message, Read]
+
+MARK_AT = 8  # where in a body its mark stands
 
 
 def expands(expansion: Expansion, message: Message, limit_bytes: int) -> bool:
-    """Expand a message elsewhere; False when it is not worth it, or not compressed."""
+    """Expand and translate a message elsewhere; False when it is not worth it, or needs neither."""
     _, body = message
-    if len(body) < BODY_HEAD.size + RAW_SIZE.size or not body[COMPRESSOR_AT]:
+    if len(body) < BODY_HEAD.size + RAW_SIZE.size:
         return False
-    (raw_bytes,) = RAW_SIZE.unpack_from(body, BODY_HEAD.size)
-    if raw_bytes > limit_bytes:
-        return False  # refused without any work
-    size_bytes = max(raw_bytes, len(body))
-    return expansion.begin(message, size_bytes, decode_frame, message, limit_bytes)
+    size_bytes = len(body)
+    if body[COMPRESSOR_AT]:
+        (raw_bytes,) = RAW_SIZE.unpack_from(body, BODY_HEAD.size)
+        if raw_bytes > limit_bytes:
+            return False  # refused without any work
+        size_bytes = max(raw_bytes, size_bytes)
+    elif not body[MARK_AT]:
+        return False
+    return expansion.begin(message, size_bytes, _read, message, limit_bytes)
+
+
+def translated(frame: Frame) -> Read:
+    """A frame as the broker knows it, whatever mark its client likes."""
+    try:
+        return from_mark(frame), None
+    except PenstockError as error:
+        return frame, error
+
+
+def _read(message: Message, limit_bytes: int) -> Read:
+    return translated(decode_frame(message, limit_bytes))

@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 from typing import Protocol
 
+from penstock.model.errors import Rejected
 from penstock.wire.frame import Frame
 
 
@@ -37,6 +38,11 @@ class Link(Protocol):
 class Connection(Protocol):
     """What the broker gives for a link."""
 
+    @property
+    def tenant(self) -> str:
+        """Whom the client speaks for; nobody before its welcome."""
+        ...
+
     def received(self, frame: Frame) -> None:
         """A frame arrived."""
         ...
@@ -55,6 +61,10 @@ class Connections(Protocol):
 
     def failed(self, error: Exception) -> None:
         """Count what a transport answers with an error because it could not read or take it."""
+        ...
+
+    def refused(self, error: Rejected) -> None:
+        """The same for what it did not take because of a limit: it is a refusal, too."""
         ...
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
+from penstock.model.errors import PenstockError
 from penstock.model.event import Receipt
 
 OTHER = "other"
@@ -248,6 +249,11 @@ class Counters:
         labels = self.labels
         key = labels.word(kind), labels.word(limit), labels.tenant(tenant)
         self.refusals[key] = self.refusals.get(key, 0) + times
+
+    def rejected(self, error: PenstockError, tenant: str) -> None:
+        """The same, by its error; it counts for `tenant` when the error names no other."""
+        kind, limit = error.code.rpartition(".")[2], str(error.data.get("limit", "none"))
+        self.refused(kind, limit, str(error.data.get("tenant", "")) or tenant)
 
     def backpressure(self, reason: str) -> None:
         """Deliveries to a client were stopped because it does not keep up."""

@@ -231,10 +231,13 @@ class LogOutlet:
         if self._fetching is None:
             self._fetching = asyncio.create_task(self._receive())
         try:
-            return await asyncio.shield(self._fetching)
+            handed = await asyncio.shield(self._fetching)
         finally:
             if self._fetching is not None and self._fetching.done():
                 self._fetching = None
+        if tracing.tracer is not None:
+            tracing.delivering(handed.batch, self.wanted.group, 1)
+        return handed
 
     async def _receive(self) -> Handed:
         return await self.reader.receive()

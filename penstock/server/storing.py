@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -95,7 +95,6 @@ class Storing:
         receipts: list[Receipt | None] = [None] * len(wish.drafts)
         faults: dict[int, say.Fault] = {}
         drafts: dict[int, Draft] = {}
-        limits, identity = self._engine.settings.limits, self._session.identity
         for number, meta in enumerate(wish.drafts):
             if number in stored:
                 receipts[number] = await self._again(meta, stored[number])
@@ -103,13 +102,10 @@ class Storing:
             if meta.part >= 0 and number % TURN_BATCHES == TURN_BATCHES - 1:
                 await asyncio.sleep(0)  # others may have a word in between
             try:
-                size = 0
-                if 0 <= meta.part < len(frame.parts):
-                    size = len(frame.parts[meta.part])
-                    self._check_rate(meta, frame.parts[meta.part])
-                drafts[number] = await self._fastpath.run(
-                    size, self._taken_in, meta, frame.parts, identity, limits
-                )
+                size = _size(meta, frame.parts)
+                if size and (meta.part >= 0 or self._fastpath.wants(size)):
+                    self._check_rate(meta, frame.parts)
+                drafts[number] = await self._take_in(meta, frame.parts, size)
             except Rejected as error:
                 faults[number] = to_fault(error)
                 self._refused(error)
@@ -140,28 +136,43 @@ class Storing:
                     self._refused(answer)
         return Frame(Kind.RESULT, frame.request, encode(say.Published(receipts, faults)))
 
+    def _take_in(self, meta: say.DraftMeta, parts: Sequence[Bytes], size: int) -> Awaitable[Draft]:
+        """Make a draft ready for the engine, in a thread when it is large (row T13)."""
+        limits, identity = self._engine.settings.limits, self._session.identity
+        large = self._fastpath.wants(size)
+        return self._fastpath.run(size, self._taken_in, meta, parts, identity, limits, large)
+
     def _taken_in(
-        self, meta: say.DraftMeta, parts: Sequence[Bytes], identity: Identity, limits: Limits
+        self,
+        meta: say.DraftMeta,
+        parts: Sequence[Bytes],
+        identity: Identity,
+        limits: Limits,
+        large: bool,
     ) -> Draft:
         """Check a draft, and compress it if that pays and it will lie in the journal."""
         draft = inbound(meta, parts, identity, limits)
+        delayed = draft.deliver_at_us is not None
+        if large and draft.batch is None and not delayed:
+            draft.batch = draft.build()  # small lists stay lists, and share a batch with others
         batch = draft.batch
-        aside = (
-            draft.count == 1
-            and meta.part >= 0
-            and (len(parts[meta.part]) >= self._engine.settings.journal.side_file_bytes)
-        )
-        if batch is not None and not aside:
+        aside = draft.count == 1 and draft.tokens is None and not delayed
+        if batch is not None and not (
+            aside
+            and batch.payload_column.largest() >= self._engine.settings.journal.side_file_bytes
+        ):
             self._engine.layout.compress(batch)
             batch.stored_body()
             draft.final = True
         return draft
 
-    def _check_rate(self, meta: say.DraftMeta, part: Bytes) -> None:
-        """Refuse what a tenant may not publish now by the head of its batch, before any other work."""
+    def _check_rate(self, meta: say.DraftMeta, parts: Sequence[Bytes]) -> None:
+        """Refuse what a tenant may not publish now by its number of events, before any other work."""
         if meta.deliver_at_us is not None:
             return
-        tenant, count = owner(meta, self._session.identity), BatchHead.parse(memoryview(part)).count
+        tenant, count = owner(meta, self._session.identity), len(meta.payloads)
+        if meta.part >= 0:
+            count = BatchHead.parse(memoryview(parts[meta.part])).count
         now = self._engine.runtime.now()
         decision = self._engine.admission.peek(tenant, meta.topic, count, now)
         if decision is not ADMITTED:
@@ -177,9 +188,7 @@ class Storing:
                 self._tally.refused("throttled", limit, who.tenant if own else tenant, times)
 
     def _refused(self, error: PenstockError) -> None:
-        kind, limit = error.code.rpartition(".")[2], str(error.data.get("limit", "none"))
-        tenant = str(error.data.get("tenant", "")) or self._session.identity.tenant
-        self._tally.refused(kind, limit, tenant)
+        self._tally.rejected(error, self._session.identity.tenant)
         if isinstance(error, Throttled):
             self._session.rest(min(error.retry_after_s, MAX_REST_S))
 
@@ -218,6 +227,13 @@ class Storing:
 
     async def transact(self, frame: Frame) -> Frame:
         """Publishes, acks and cursors together."""
+        try:
+            return await self._transact(frame)
+        except Rejected as error:
+            self._refused(error)
+            raise
+
+    async def _transact(self, frame: Frame) -> Frame:
         wish: say.Transact = decode(frame.meta, say.Transact)
         stored = self._before(wish.sequence)
         known = self._engine.state.sessions.get(self._session.id)
@@ -231,8 +247,9 @@ class Storing:
                 await self._again(meta, stored[number]) for number, meta in enumerate(wish.drafts)
             ]
             return Frame(Kind.RESULT, frame.request, encode(say.Published(list(receipts))))
-        limits, identity = self._engine.settings.limits, self._session.identity
-        drafts = [inbound(meta, frame.parts, identity, limits) for meta in wish.drafts]
+        parts = frame.parts
+        drafts = [await self._take_in(meta, parts, _size(meta, parts)) for meta in wish.drafts]
+        identity = self._session.identity
         if wish.key is not None:
             check_transaction_key(wish.key)
             if await self._engine.keyring.knows(identity.tenant, wish.key):
@@ -257,7 +274,8 @@ class Storing:
             return Produced(self._session.id, wish.sequence, places)
 
         started = time.perf_counter()
-        done = await self._engine.intake.transact(transaction, note)
+        with tracing.receiving(drafts):
+            done = await self._engine.intake.transact(transaction, note)
         if done is None:
             return self._repeated(frame, drafts)
         for draft, receipt in zip(drafts, done, strict=True):
@@ -275,6 +293,13 @@ class Storing:
         if leased is None or not 0 <= index < leased.batch.count:
             raise LeaseExpired("an event of the transaction is leased no more; nothing happened")
         return Settle(leased, index)
+
+
+def _size(meta: say.DraftMeta, parts: Sequence[Bytes]) -> int:
+    """The bytes of a draft, in its part or in its lists; a part that is not there has none."""
+    if meta.part < 0:
+        return sum(map(len, meta.payloads))
+    return len(parts[meta.part]) if meta.part < len(parts) else 0
 
 
 def _pieces(receipt: Receipt) -> Iterator[Receipt]:

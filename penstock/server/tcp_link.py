@@ -18,7 +18,7 @@ from penstock.model.errors import PenstockError, ProtocolViolation
 from penstock.model.settings import Settings
 from penstock.server.courtesy import Courtesy
 from penstock.server.detour import Detour
-from penstock.server.expanding import Expansion, expands
+from penstock.server.expanding import Expansion, Read, expands, translated
 from penstock.server.fastpath import FastPath
 from penstock.server.link import Connection, Connections, peer_of
 from penstock.server.log_quota import LogQuota
@@ -28,7 +28,7 @@ from penstock.server.rest import Rest
 from penstock.wire import oldcommand
 from penstock.wire.fault import to_fault
 from penstock.wire.frame import Bytes, Frame, Kind
-from penstock.wire.mark import from_mark, marks
+from penstock.wire.mark import marks
 from penstock.wire.message import encode
 from penstock.wire.negotiation import MARKS, NEGOTIATE, answer, choose, refuse
 from penstock.wire.stream import COMPRESSOR_AT, COMPRESSORS, Message, StreamReader, decode_frame
@@ -280,29 +280,27 @@ class TcpLink(asyncio.BufferedProtocol):
         if expands(self._expansion, message, self._reader.limit_bytes):
             self.hold(True)
         else:
-            self._accept(decode_frame(message, self._reader.limit_bytes), message[1])
+            frame = decode_frame(message, self._reader.limit_bytes)
+            self._accept(message[1], *(translated(frame) if frame.mark else (frame, None)))
 
     def _expanded(
-        self, work: asyncio.Future[Frame], message: Message, behind: list[Message]
+        self, work: asyncio.Future[Read], message: Message, behind: list[Message]
     ) -> None:
-        self._take_all([message], lambda _: self._accept(work.result(), message[1]))
+        self._take_all([message], lambda _: self._accept(message[1], *work.result()))
         self._take_all(behind)
         self.hold(False)
 
-    def _accept(self, frame: Frame, body: Bytes) -> None:
+    def _accept(self, body: Bytes, frame: Frame, error: PenstockError | None) -> None:
         if frame.request and (len(body) >= COUNTED_BYTES or body[COMPRESSOR_AT]):
             self._count(frame.request, frame.size_bytes)
         if frame.kind == HELLO and self._timer is not None:
             # What an eager client sends behind its Hello waits in the socket.
             self._greeting = True
             self.hold(True)
-        if frame.mark:
-            try:
-                frame = from_mark(frame)
-            except PenstockError as error:
-                self._server.broker.failed(error)
-                self.send(Frame(Kind.FAULT, frame.request, encode(to_fault(error))))
-                return
+        if error is not None:
+            self._server.broker.failed(error)
+            self.send(Frame(Kind.FAULT, frame.request, encode(to_fault(error))))
+            return
         assert self._connection is not None
         self._connection.received(frame)
 

@@ -21,6 +21,7 @@ ABORT_FACTOR = 4
 # of a ROUTER, so one that has more than UNANSWERED_BYTES of them is told to come again.
 COUNTED_BYTES = 4 << 10
 UNANSWERED_BYTES = 64 << 20
+UNANSWERED_LIMIT = "unanswered_bytes"  # its name in errors and counters
 RETRY_AFTER_S = 0.1
 # What the last frames of a link get to leave: at most, and after libzmq seems to have sent them.
 LINGER_S = 2.0
@@ -82,8 +83,10 @@ class RouterLink:
                     f"{self._unanswered_bytes} bytes of this client's requests wait for answers; "
                     "this one was not taken. Wait for some, then send it again",
                     retry_after_s=RETRY_AFTER_S,
+                    limit=UNANSWERED_LIMIT,
+                    tenant=self.connection.tenant,
                 )
-                self._server.broker.failed(error)
+                self._server.broker.refused(error)
                 self.send(Frame(Kind.FAULT, frame.request, encode(to_fault(error))))
                 return
             if frame.request not in self._unanswered:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,16 @@ import pytest
 import pytest_asyncio
 
 from penstock.model.loader import load
+from penstock.server import expanding
 from penstock.server.daemon import Daemon
+from penstock.server.session import Session
 from penstock.wire.frame import Frame, Kind, Mark
 from penstock.wire.mark import MESSAGES, wire
 from penstock.wire.negotiation import chosen, offer
 from penstock.wire.stream import StreamReader, decode_frame, encode_frame
 
 MIB = 1 << 20
+LARGE = 300 << 10  # over fastpath.cutover_bytes
 
 
 class Foreigner:
@@ -50,10 +54,22 @@ class Foreigner:
             meta = msgspec.json.encode(value)
         else:
             meta = wire().encode(MESSAGES[kind], value)
-        self._writer.writelines(encode_frame(Frame(kind, request, meta, mark=self.mark)))
+        self.send(Frame(kind, request, meta, mark=self.mark))
+
+    def send(self, frame: Frame) -> None:
+        self._writer.writelines(encode_frame(frame))
 
     async def hear(self, kind: Kind) -> tuple[Frame, Any]:
         """The next frame of a kind; others are dropped."""
+        frame = await self._next(kind, Kind.FAULT)
+        assert frame.kind == kind, frame.meta
+        return frame, self._plain(frame)
+
+    async def fault(self) -> Frame:
+        """The next error."""
+        return await self._next(Kind.FAULT)
+
+    async def _next(self, *kinds: Kind) -> Frame:
         async with asyncio.timeout(10):
             while True:
                 while not self._frames:
@@ -62,9 +78,8 @@ class Foreigner:
                 frame = self._frames.pop(0)
                 assert frame.mark == self.mark
                 assert frame.parts == ()
-                if frame.kind in (kind, Kind.FAULT):
-                    assert frame.kind == kind, frame.meta
-                    return frame, self._plain(frame)
+                if frame.kind in kinds:
+                    return frame
 
     async def call(self, kind: Kind, value: dict[str, Any] | None) -> Any:
         self._request += 1
@@ -179,3 +194,60 @@ async def test_an_error_has_its_code(client: Foreigner) -> None:
     published = await client.call(Kind.PUBLISH, publish(1, [b"x"], topic="not a topic"))
     fault = published["faults"].get("0") or published["faults"][0]
     assert fault["code"] == "invalid.topic"
+
+
+# -- large frames ------------------------------------------------------------------------------------
+
+
+async def test_a_large_message_is_translated_beside_the_loop_in_its_order(
+    client: Foreigner, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row T13: a thread reads it, what came behind it waits, and nothing more is read meanwhile."""
+    began, go_on = threading.Event(), threading.Event()
+    threads: list[int] = []
+    taken: list[int] = []
+    from_mark, received = expanding.from_mark, Session.received
+
+    def slow(frame: Frame) -> Frame:
+        if frame.size_bytes >= LARGE:
+            threads.append(threading.get_ident())
+            began.set()
+            assert go_on.wait(10)
+        return from_mark(frame)
+
+    def noted(session: Session, frame: Frame) -> None:
+        taken.append(frame.request)
+        received(session, frame)
+
+    monkeypatch.setattr(expanding, "from_mark", slow)
+    monkeypatch.setattr(Session, "received", noted)
+    try:
+        client.tell(Kind.PUBLISH, publish(1, [bytes(LARGE)]), request=1)
+        client.tell(Kind.FLUSH, None, request=2)
+        assert await asyncio.to_thread(began.wait, 10)
+        [link] = [each.link for each in daemon.broker.connections]
+        assert link.holding
+        assert not taken
+        go_on.set()
+        answers = [await client.hear(Kind.RESULT) for _ in range(2)]
+    finally:
+        go_on.set()
+    assert taken == [1, 2]
+    assert {frame.request for frame, _ in answers} == {1, 2}
+    assert threads
+    assert threading.get_ident() not in threads
+    assert not link.holding
+    assert daemon.broker.fastpath.taken >= 2, "the frame, and the draft in it"
+
+
+async def test_a_large_message_that_cannot_be_read_costs_an_answer(
+    client: Foreigner, daemon: Daemon
+) -> None:
+    """Row T13: an error in the thread is the client's, and its connection goes on."""
+    broken = Frame(Kind.PUBLISH, 7, b"\xff" * LARGE, mark=client.mark)
+    client.send(broken)
+    fault = await client.fault()
+    assert (fault.request, daemon.broker.fastpath.taken) == (7, 1)
+    assert b"connection.protocol" in fault.meta
+    published = await client.call(Kind.PUBLISH, publish(1, [b"x"]))
+    assert published["receipts"][0]["offset"] == 0

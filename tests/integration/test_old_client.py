@@ -274,3 +274,13 @@ async def test_a_flood_of_commands_is_slowed_down(
     replies = [await caller.reply() for _ in range(500)]
     assert replies[-1] == old.Ok.stored(0, 499)
     assert max(waiting) < 8 + SCRATCH_BYTES // 10_000 + 2
+
+
+async def test_a_large_payload_takes_the_fast_path(daemon: Daemon, caller: Caller) -> None:
+    """Row T13: an old command has no parts, and its payload leaves the loop all the same."""
+    large = bytes(300 << 10)
+    assert isinstance(await caller.call(old.Publish("orders", large)), old.Ok)
+    assert daemon.broker.fastpath.taken == 1
+    caller.tell(old.Subscribe("g", "orders", 0))
+    [event] = await caller.events(1)
+    assert event.payload == large

@@ -13,8 +13,11 @@ import pytest_asyncio
 
 import penstock
 from penstock.core.quota import AdmissionLimits, TenantLimits
+from penstock.engines.bundle import Bundle
+from penstock.server import zmq_link
 from penstock.server.daemon import Daemon
 from penstock.server.metrics_engine import quotas
+from penstock.server.tenants import tenants_view
 from penstock.testing.broker_process import broker_inside
 from penstock.wire.message import Hello
 
@@ -165,6 +168,72 @@ async def test_what_waits_for_direct_consumers_is_counted_for_the_tenant(place: 
     place.limit(acme=TenantLimits(max_queued=30))
     await acme.publish_many(mine, [b"x"] * 5)
     await acme.publish_many("orders.stored.v1.acme", [b"x"] * 50)  # nobody reads it directly
+
+
+LIMITED = [
+    penstock.Throttled(
+        "the rate is used up", retry_after_s=0.1, limit="events_per_s", tenant="acme"
+    ),
+    penstock.Deferred("a queue is full", retry_after_s=0.1, limit="max_queued", tenant="acme"),
+    penstock.Dropped("larger than the limit", limit="events_per_s", tenant="acme"),
+]
+
+
+@pytest.mark.parametrize("error", LIMITED, ids=lambda error: error.code)
+async def test_a_refused_transaction_is_counted_like_a_publish(
+    place: Place, monkeypatch: pytest.MonkeyPatch, error: penstock.PenstockError
+) -> None:
+    """T11: for the tenant whose limit was reached, whoever published, in metrics and views alike."""
+
+    async def refuse(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(place.daemon.engine.intake, "transact", refuse)
+    bus = await place.connect("other")
+    with pytest.raises(type(error)) as caught:
+        async with bus.transaction() as transaction:
+            transaction.publish("orders", b"x")
+    kind, limit = error.code.rpartition(".")[2], error.data["limit"]
+    assert caught.value.data["limit"] == limit
+    assert caught.value.data["tenant"] == "acme"
+    assert place.daemon.counters.refusals == {(kind, limit, "acme"): 1}
+    place.limit(acme=TenantLimits(events_per_s=1))
+    views = tenants_view(place.daemon.engine.admission, place.daemon.counters.refusals)
+    assert {each.tenant: each.refusals for each in views}["acme"] == {f"{kind} {limit}": 1}
+
+
+async def test_too_much_unanswered_over_zeromq_is_a_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """T11: it names its limit and tenant, and is counted."""
+    monkeypatch.setattr(zmq_link, "UNANSWERED_BYTES", 50_000)
+    began, go_on, publish = asyncio.Event(), asyncio.Event(), Bundle.publish
+
+    async def slow(*args: Any) -> Any:
+        began.set()
+        await go_on.wait()
+        return await publish(*args)
+
+    monkeypatch.setattr(Bundle, "publish", slow)
+    daemon = broker_inside(tmp_path, {"server.zmq": "127.0.0.1:0"})
+    await daemon.start()
+    try:
+        url = f"penstock+zmq://127.0.0.1:{daemon.ports['zmq']}"
+        async with penstock.connect(url, identity__tenant="acme") as bus:
+            first = asyncio.create_task(bus.publish("orders", bytes(60_000)))
+            await asyncio.wait_for(began.wait(), DEADLINE_S)
+            with pytest.raises(penstock.Deferred) as caught:
+                await asyncio.wait_for(bus.publish("orders", bytes(60_000)), DEADLINE_S)
+            assert caught.value.data["limit"] == "unanswered_bytes"
+            assert caught.value.data["tenant"] == "acme"
+            assert caught.value.retry_after_s == zmq_link.RETRY_AFTER_S
+            assert daemon.counters.refusals == {("deferred", "unanswered_bytes", "acme"): 1}
+            assert daemon.counters.frame_errors == {"rejected.deferred": 1}
+            go_on.set()
+            assert (await asyncio.wait_for(first, DEADLINE_S)).offset == 0
+    finally:
+        go_on.set()
+        await daemon.stop()
 
 
 class Deaf:

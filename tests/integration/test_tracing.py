@@ -569,3 +569,35 @@ async def test_one_trace_through_a_broker(tmp_path: Path, collector: Collector) 
     sent = found.pop(("shop", "publish orders.created"))
     for span in found.values():
         assert (span.trace_id, span.parent_span_id) == (sent.trace_id, sent.span_id)
+
+
+async def test_transactions_and_log_groups_through_a_broker(
+    tmp_path: Path, collector: Collector
+) -> None:
+    """Row X11: the broker's spans of a transaction, and of what the member of a log group fetches."""
+    flags = {"telemetry__otlp_endpoint": collector.endpoint}
+    with BrokerProcess(tmp_path / "data").start(**flags) as broker:
+        tracing.configure(collector.endpoint, "shop")
+        async with penstock.connect(broker.url()) as bus:
+            async with bus.transaction() as transaction:
+                transaction.publish("orders.created", {"id": 7})
+            reading = bus.subscribe("orders.*", group="copy", mode="log", start="earliest")
+            async with reading as events, asyncio.timeout(30):
+                assert (await anext(events)).offset == 0
+                async with bus.transaction() as transaction:
+                    transaction.commit(events)  # nothing is published: there is nothing to receive
+        await asyncio.to_thread(tracing.shutdown)
+        assert broker.stop() == 0
+    found = {(service, span.name): span for service, span in collector.spans}
+    assert len(found) == len(collector.spans)
+    assert set(found) == {
+        ("shop", "publish orders.created"),
+        ("penstock", "receive orders.created"),
+        ("penstock", "deliver orders.created"),
+    }
+    sent = found.pop(("shop", "publish orders.created"))
+    for span in found.values():
+        assert (span.trace_id, span.parent_span_id) == (sent.trace_id, sent.span_id)
+    delivered = found["penstock", "deliver orders.created"].attributes
+    attributes = {each.key: each.value for each in delivered}
+    assert attributes["messaging.consumer.group.name"].string_value == "copy"

@@ -23,6 +23,7 @@ from penstock.model.errors import (
     InvalidSettings,
     PayloadTooLarge,
     PenstockError,
+    Rejected,
 )
 from penstock.model.server_settings import Server
 from penstock.model.settings import Settings
@@ -38,6 +39,8 @@ DEADLINE_S = 10.0
 
 class EchoConnection:
     """Welcomes on HELLO and echoes the rest; some kinds ask for mischief."""
+
+    tenant = "acme"
 
     def __init__(self, broker: EchoBroker, link: Link) -> None:
         self.broker = broker
@@ -80,6 +83,9 @@ class EchoBroker:
         return self.connections[-1]
 
     def failed(self, error: Exception) -> None:
+        self.failures.append(error)
+
+    def refused(self, error: Rejected) -> None:
         self.failures.append(error)
 
     def flood(self, link: Link) -> None:
@@ -434,6 +440,7 @@ async def test_requests_without_answers_are_bounded(monkeypatch: pytest.MonkeyPa
             assert (answer.kind, answer.request) == (Kind.FAULT, request)
             fault = decode(answer.meta, Fault)
             assert (fault.code, fault.data["retry_after_s"]) == ("rejected.deferred", 0.1)
+            assert (fault.data["limit"], fault.data["tenant"]) == ("unanswered_bytes", "acme")
         assert [frame.request for frame in received] == [1, *range(2, 13)]
         await client.echo()  # small ones do not count
         for request in range(2, 13):
