@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 import uuid
-from collections import deque
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -25,13 +24,12 @@ from penstock.model.errors import (
     BusClosed,
     Deferred,
     Fenced,
-    PenstockError,
-    ProtocolViolation,
     Rejected,
 )
 from penstock.model.event import Identity
 from penstock.model.settings import Settings
 from penstock.server.admin_gate import Gate
+from penstock.server.connection import Connection
 from penstock.server.courtesy import Courtesy
 from penstock.server.ending import finished
 from penstock.server.fastpath import FastPath
@@ -42,7 +40,7 @@ from penstock.server.session import Session
 from penstock.server.tenants import tenants_view
 from penstock.wire.fault import to_fault
 from penstock.wire.frame import Frame, Kind
-from penstock.wire.message import TRANSACTION_KEYS, Hello, Refused, Welcome, decode, encode
+from penstock.wire.message import TRANSACTION_KEYS, Hello, Refused, Welcome, encode
 
 if TYPE_CHECKING:
     from penstock.server.link import Link
@@ -50,7 +48,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock.server")
 
 SILENT_BEATS = 3  # heartbeats a client may miss
-MAX_VIOLATIONS = 16  # frames against the protocol after which a client is cut off
 
 
 class Doorkeeper(Protocol):
@@ -59,82 +56,6 @@ class Doorkeeper(Protocol):
     def identify(self, token: str, tenant: str, subject: str, *, loopback: bool) -> Identity:
         """The identity behind a token; raises NotAuthenticated or AccessDenied."""
         ...
-
-
-class Connection:
-    """One connection: nobody until its Hello, then part of a session."""
-
-    def __init__(self, broker: Broker, link: Link) -> None:
-        self.link = link
-        self.session: Session | None = None
-        self.heard_at = broker.now()
-        self._broker = broker
-        self._greeting: asyncio.Task[None] | None = None
-        self._greeted = False
-        self._early: deque[Frame] = deque()
-        self._violations = 0
-
-    @property
-    def tenant(self) -> str:
-        """Whom the client speaks for; nobody before its welcome."""
-        return "" if self.session is None else self.session.identity.tenant
-
-    def received(self, frame: Frame) -> None:
-        """Take a frame; what is wrong with it is answered, here and now."""
-        self.heard_at = self._broker.now()
-        if self._greeting is None or self._greeted:
-            self._take(frame)
-        else:
-            self._early.append(frame)  # of an eager client; the transport bounds it
-
-    def _take(self, frame: Frame) -> None:
-        try:
-            if self.session is not None:
-                if frame.kind == Kind.BYE:
-                    self._broker.goodbye(self)
-                else:
-                    self.session.received(frame)
-            elif self._greeting is not None:
-                pass  # it said goodbye, or is gone
-            elif frame.kind == Kind.HELLO:
-                hello = decode(frame.meta, Hello)
-                self._greeting = asyncio.create_task(self._greet(frame.request, hello))
-            else:
-                raise ProtocolViolation("the first frame of a client is HELLO")
-        except PenstockError as error:
-            self.fault(frame.request, error)
-
-    async def _greet(self, request: int, hello: Hello) -> None:
-        """Welcome a client, then take what it sent meanwhile; others, who are known, go first."""
-        courtesy = self._broker.courtesy
-        try:
-            await courtesy.turn()
-            self.session = await self._broker.greet(self, hello)
-        except Exception as error:
-            if not isinstance(error, PenstockError):
-                log.exception("a greeting failed", extra={"peer": self.link.peer})
-                error = PenstockError(
-                    f"the broker failed: {type(error).__name__}; its log says more"
-                )
-            self.fault(request, error)
-            self.link.close()
-            return
-        while self._early:
-            await courtesy.turn()
-            self._take(self._early.popleft())
-        self._greeted = True
-
-    def fault(self, request: int, error: PenstockError) -> None:
-        """Answer with an error; who goes on breaking the protocol is cut off."""
-        self._broker.failed(error)
-        self.link.send(Frame(Kind.FAULT, request, encode(to_fault(error))))
-        self._violations += isinstance(error, ProtocolViolation)
-        if self._violations > MAX_VIOLATIONS:
-            self.link.close()
-
-    def lost(self, reason: str) -> None:
-        """The transport has no connection any more."""
-        self._broker.disconnected(self, reason)
 
 
 class Broker:
@@ -228,6 +149,7 @@ class Broker:
             self._end(session, connection)
 
     def _end(self, session: Session, connection: Connection | None = None) -> None:
+        session.detach()  # now, so that nothing is sent to it any more
         self.sessions.pop(session.id, None)
         self.engine.spawn(self._close(session, connection))
 

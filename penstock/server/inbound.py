@@ -140,7 +140,7 @@ def inbound(meta: DraftMeta, parts: Sequence[Bytes], identity: Identity, limits:
     draft.deliver_at_us = meta.deliver_at_us
     if batch.explicit_tokens:
         draft.tokens = [batch.token(index) for index in range(batch.count)]
-    return draft if draft.deliver_at_us is None else _listed(draft)
+    return draft
 
 
 def check_tenant(identity: Identity, topic: str) -> None:
@@ -206,13 +206,6 @@ def _from_lists(meta: DraftMeta, tenant: str, limits: Limits) -> Draft:
             _check_headers(len(headers), size, limits)
     draft.partition, draft.deliver_at_us = meta.partition, meta.deliver_at_us
     return draft
-
-
-def _listed(draft: Draft) -> Draft:
-    """A draft of a batch as lists: the engine keeps what is delayed under another topic."""
-    listed = draft.subset(range(draft.count))
-    listed.tokens = draft.tokens
-    return listed
 
 
 def _check_batch(batch: EventBatch, meta: DraftMeta, limits: Limits) -> None:

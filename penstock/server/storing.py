@@ -168,8 +168,6 @@ class Storing:
 
     def _check_rate(self, meta: say.DraftMeta, parts: Sequence[Bytes]) -> None:
         """Refuse what a tenant may not publish now by its number of events, before any other work."""
-        if meta.deliver_at_us is not None:
-            return
         tenant, count = owner(meta, self._session.identity), len(meta.payloads)
         if meta.part >= 0:
             count = BatchHead.parse(memoryview(parts[meta.part])).count

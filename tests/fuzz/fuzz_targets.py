@@ -21,7 +21,8 @@ from penstock.model.errors import PenstockError, ProtocolViolation, WrongProtoco
 from penstock.model.loader import load
 from penstock.model.settings import Settings
 from penstock.server.auth import Doorkeeper
-from penstock.server.broker import Broker, Connection
+from penstock.server.broker import Broker
+from penstock.server.connection import Connection
 from penstock.server.metrics_counters import Counters
 from penstock.server.reload import broker_settings
 from penstock.testing.sim_loop import LoopRuntime, SimClock, SimLoop, kill

@@ -1,0 +1,32 @@
+"""Delayed batches: what a batch says must not get lost while it waits for its time (T7, T13, Q1)."""
+
+from __future__ import annotations
+
+from penstock.engines.timekeeper import SCHEDULED, Timekeeper
+from penstock.model.batch import EventBatch
+from penstock.model.event import Identity
+from penstock.model.settings import Limits
+from penstock.server.inbound import inbound
+from penstock.wire.message import DraftMeta
+
+TOKENS = [bytes([number]) * 16 for number in range(3)]
+
+
+def test_a_delayed_batch_is_kept_with_all_its_columns() -> None:
+    """T7, T13: it lies under another topic until its time; what is not a column there is a header."""
+    keys = [b"a", None, b""]
+    batch = EventBatch.build(
+        "orders", [b"one", b"", b"three"], keys=keys, headers=[{"x": "y"}, {}, {"z": ""}],
+        tokens=TOKENS, times_us=[1, 2, 3], expires_us=[4, 5, 6], priority=[7, 8, 9],
+    )  # fmt: skip
+    meta = DraftMeta("orders", codec="raw", part=0, partition=0, deliver_at_us=10)
+    draft = inbound(meta, [batch.encode()], Identity(), Limits())
+    stored, due_us = Timekeeper.__new__(Timekeeper).hold_back(draft)
+    assert (stored.topic, stored.codec, stored.count, due_us) == (SCHEDULED, "raw", 3, 10)
+    assert list(stored.payloads) == [b"one", b"", b"three"]
+    assert [stored.keys, stored.tokens, stored.times_us] == [keys, TOKENS, [1, 2, 3]]
+    first, _, third = (dict(each or {}) for each in stored.headers or ())
+    assert first.pop("x") == "y"
+    assert third.pop("z") == ""
+    assert sorted(first.values()) == sorted(["orders", "0", "4", "7"])
+    assert sorted(third.values()) == sorted(["orders", "0", "6", "9"])
