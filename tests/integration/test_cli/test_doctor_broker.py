@@ -96,6 +96,19 @@ def test_a_missing_extra_says_who_needs_it(monkeypatch: pytest.MonkeyPatch) -> N
     assert "penstock up" in extra.advice
 
 
+def test_the_doctor_finds_that_tracing_is_not_installed(cli: Any) -> None:
+    """T16: an endpoint for spans, which is no setting of the server, needs an extra as well."""
+    gone = "".join(f"sys.modules[{name!r}] = None\n" for name in checkup.TRACING)
+    (cli.folder / "sitecustomize.py").write_text(f"import sys\n{gone}")
+    cli.env["PYTHONPATH"] = f"{cli.folder}:{cli.env['PYTHONPATH']}"
+    result = cli("doctor", "--set", "telemetry.otlp_endpoint=http://127.0.0.1:4318", "--json")
+    assert result.code == 1
+    row = found(result, "needed extras")
+    assert row["status"] == "fail"
+    assert "telemetry.otlp_endpoint" in row["found"]
+    assert "penstock[tracing]" in row["found"] + row["advice"]
+
+
 def test_too_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings(server=Server(max_connections=5_000))
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1_024, 4_096))
