@@ -138,6 +138,7 @@ def _examine_network(
     yield from guarded("ports", partial(checkup_network.check_ports, settings, running, written))
     yield from guarded("access", partial(checkup_network.check_access, settings))
     yield from guarded("tls", partial(checkup_keys.check_tls, settings))
+    yield from guarded("client tls", partial(checkup_keys.check_client_tls, settings))
     yield from guarded("curve", partial(checkup_keys.check_curve, settings))
     yield from guarded("open files", partial(checkup.check_descriptors, settings))
 
