@@ -60,7 +60,7 @@ def words(info: Any) -> str:
             return f"list of {words(item)}"
         case inspect.DictType(key_type=key, value_type=value):
             return f"map of {words(key)} to {words(value)}"
-    plain = {
+    plain: dict[type, str] = {
         inspect.StrType: "text", inspect.IntType: "int", inspect.FloatType: "float",
         inspect.BoolType: "bool", inspect.BytesType: "bytes", inspect.NoneType: "null",
         inspect.AnyType: "anything",

@@ -84,7 +84,7 @@ async def test_a_broker_that_asks_for_certificates(tmp_path: Path, authority: Au
 
 @pytest.mark.parametrize("wrong", ["other", "missing", "locked", "key"])
 def test_files_that_cannot_be_used(tmp_path: Path, wrong: str) -> None:
-    """Q1: found when the address is dialled; nobody is asked for a password meanwhile."""
+    """Q1: found when the address is dialled, and named with their settings."""
     authority = Authority(tmp_path, "authority")
     certificate, key = authority.issue("client")
     files = {
