@@ -182,6 +182,7 @@ def entry_points() -> set[str]:
     return {
         "penstock",
         "penstock.cli.reference",  # prints docs/reference/cli.md; a test compares
+        "penstock.engines.ask_reference",  # prints a section of docs/reference/protocol.md
         "penstock.pipelines.source",  # found by Spark through pyspark_penstock
         *(value.partition(":")[0] for value in values),
         *(f"penstock.cli.{name}" for name in COMMANDS),

@@ -19,27 +19,49 @@ EXPIRES_SOON_DAYS = 14  # time to get another certificate without hurry
 
 
 def check_tls(settings: Settings) -> Iterator[Check]:
-    """Certificate and key: readable, fitting each other, not expired."""
+    """Certificate and key of the broker: readable, fitting each other, not expired."""
     from penstock.server.tls import server_tls
 
     server = settings.server
-    for field in ("tls_certificate", "tls_key", "tls_client_ca"):
-        path = getattr(server, field)
-        if server.tls_certificate and path and not os.access(path, os.R_OK):
-            raise InvalidSettings(
-                f"server.{field} = {path!r} cannot be read. Give a PEM file that this user can read",
-                key=f"server.{field}",
-            )
+    if server.tls_certificate:
+        _require_readable(settings, "server", ("tls_certificate", "tls_key", "tls_client_ca"))
     if server_tls(server) is None:
         yield Check("tls", "ok", "off")
         return
-    yield _check_expiry(server.tls_certificate)
-    secret = Path(server.tls_key or server.tls_certificate)
+    yield from _check_pair("tls", "server", server.tls_certificate, server.tls_key)
+
+
+def check_client_tls(settings: Settings) -> Iterator[Check]:
+    """What clients with these settings trust and show: the same questions."""
+    from penstock.engines.link_tcp import client_tls
+
+    client = settings.client
+    _require_readable(settings, "client", ("tls_ca", "tls_certificate", "tls_key"))
+    client_tls(client.tls_ca, client.tls_certificate, client.tls_key)
+    if client.tls_certificate:
+        yield from _check_pair("client tls", "client", client.tls_certificate, client.tls_key)
+    elif client.tls_ca:
+        yield Check("client tls", "ok", f"brokers are checked with {client.tls_ca}")
+
+
+def _require_readable(settings: Settings, group: str, fields: tuple[str, ...]) -> None:
+    for field in fields:
+        path = getattr(getattr(settings, group), field)
+        if path and not os.access(path, os.R_OK):
+            raise InvalidSettings(
+                f"{group}.{field} = {path!r} cannot be read. Give a PEM file that this user can read",
+                key=f"{group}.{field}",
+            )
+
+
+def _check_pair(name: str, group: str, certificate: str, key: str) -> Iterator[Check]:
+    yield _check_expiry(name, group, certificate)
+    secret = Path(key or certificate)
     if secret.stat().st_mode & 0o077:
-        yield Check("tls", "warn", f"{secret} can be read by others", f"chmod 600 {secret}")
+        yield Check(name, "warn", f"{secret} can be read by others", f"chmod 600 {secret}")
 
 
-def _check_expiry(path: str) -> Check:
+def _check_expiry(name: str, group: str, path: str) -> Check:
     from cryptography import x509
 
     certificate = x509.load_pem_x509_certificates(Path(path).read_bytes())[0]
@@ -48,12 +70,12 @@ def _check_expiry(path: str) -> Check:
     found = f"{certificate.subject.rfc4514_string()}, valid until {ends:%Y-%m-%d %H:%M} UTC"
     if left < datetime.timedelta(0):
         raise InvalidSettings(
-            f"the certificate {path} expired on {ends:%Y-%m-%d}: clients will refuse it. Get another",
-            key="server.tls_certificate",
+            f"the certificate {path} expired on {ends:%Y-%m-%d}: the other side will refuse it. Get another",
+            key=f"{group}.tls_certificate",
         )
     if left < datetime.timedelta(days=EXPIRES_SOON_DAYS):
-        return Check("tls", "warn", found, f"it expires in {left.days} days: get another")
-    return Check("tls", "ok", found)
+        return Check(name, "warn", found, f"it expires in {left.days} days: get another")
+    return Check(name, "ok", found)
 
 
 def check_curve(settings: Settings) -> Check:

@@ -132,12 +132,13 @@ def _examine_network(
         written = frozenset(origins(invocation.config, os.environ, invocation.flags))
     with contextlib.suppress(PenstockError):
         running = None if folder is None else checkup_broker.running_broker(folder)
-    if any(key.startswith(("server.", "auth.")) for key in written):
+    if any(key.startswith(("server.", "auth.", "telemetry.")) for key in written):
         yield from guarded("needed extras", partial(checkup.check_needed, settings))
     yield from guarded("addresses", partial(checkup_network.check_addresses, settings))
     yield from guarded("ports", partial(checkup_network.check_ports, settings, running, written))
     yield from guarded("access", partial(checkup_network.check_access, settings))
     yield from guarded("tls", partial(checkup_keys.check_tls, settings))
+    yield from guarded("client tls", partial(checkup_keys.check_client_tls, settings))
     yield from guarded("curve", partial(checkup_keys.check_curve, settings))
     yield from guarded("open files", partial(checkup.check_descriptors, settings))
 

@@ -43,5 +43,7 @@ def _dialler(
             host, port or ZMQ_PORT, server_key=client.curve_server_key,
             secret_key=client.curve_secret_key, heartbeat_s=client.heartbeat_s,
         )  # fmt: skip
-    tls = client_tls(client.tls_ca) if scheme == "penstocks" else None
+    tls = None
+    if scheme == "penstocks":
+        tls = client_tls(client.tls_ca, client.tls_certificate, client.tls_key)
     return lambda: TcpLink(host, port or TCP_PORT, compressor=client.compressor, tls_context=tls)

@@ -33,15 +33,34 @@ OPEN_S = 10.0
 LINGER_S = 2.0
 
 
-def client_tls(ca_file: str = "") -> ssl.SSLContext:
-    """TLS that checks the broker's certificate: with the system's authorities, or with a PEM file."""
+def client_tls(ca_file: str = "", certificate: str = "", key: str = "") -> ssl.SSLContext:
+    """TLS that checks the broker's certificate: with the system's authorities, or with a PEM file.
+
+    With a certificate of its own it shows that to a broker that asks for one.
+    """
     try:
-        return ssl.create_default_context(cafile=ca_file or None)
+        context = ssl.create_default_context(cafile=ca_file or None)
     except (OSError, ssl.SSLError) as error:
         raise InvalidSettings(
             f"client.tls_ca {ca_file!r} cannot be used: {error}; name a PEM file",
             key="client.tls_ca",
         ) from error
+    if key and not certificate:
+        raise InvalidSettings(
+            "client.tls_key needs client.tls_certificate; set it, or clear the key",
+            key="client.tls_certificate",
+        )
+    if certificate:
+        try:
+            # Without a password OpenSSL would ask the terminal for one, and wait.
+            context.load_cert_chain(certificate, key or None, password="")
+        except (OSError, ssl.SSLError) as error:
+            raise InvalidSettings(
+                f"client.tls_certificate {certificate!r} and client.tls_key {key!r} cannot be used: "
+                f"{error}; name PEM files that belong together, the key without a password",
+                key="client.tls_certificate",
+            ) from error
+    return context
 
 
 class TcpLink(asyncio.BufferedProtocol):
@@ -87,9 +106,13 @@ class TcpLink(asyncio.BufferedProtocol):
                     raise ConnectionResetError("it closed the connection at once")
         except (OSError, TimeoutError) as error:
             self.close()
+            advice = "Start it with `penstock up`, or look at the address"
+            if self._tls is not None and isinstance(error, ConnectionResetError):
+                # Since TLS 1.3 a client that lacks a certificate hears of it after its handshake,
+                # and mostly as no more than an end.
+                advice = "If it asks clients for certificates, set client.tls_certificate and client.tls_key"
             raise BrokerUnreachable(
-                f"no broker answers at {self.host}:{self.port}: {error or 'timed out'}. Start it "
-                "with `penstock up`, or look at the address",
+                f"no broker answers at {self.host}:{self.port}: {error or 'timed out'}. {advice}",
                 host=self.host,
                 port=self.port,
             ) from error

@@ -59,6 +59,9 @@ def _contradictions(settings: Settings) -> Iterator[Conflict]:
     if settings.fastpath.require and not settings.fastpath.enabled:
         keys = ("fastpath.require", "fastpath.enabled")
         yield Conflict("error", keys, f"{keys[0]} needs {keys[1]}: enable it, or do not require it")
+    if settings.client.tls_key and not settings.client.tls_certificate:
+        keys = ("client.tls_key", "client.tls_certificate")
+        yield Conflict("error", keys, f"{keys[0]} needs {keys[1]}: set both, or none")
     endpoint = settings.telemetry.otlp_endpoint
     if endpoint and not endpoint.startswith(("http://", "https://")):
         message = f"spans go to an http:// or https:// address, not to {endpoint!r}"

@@ -131,6 +131,12 @@ class Client(Group, frozen=True):
     ] = "none"
     token: Annotated[str, about("Shown to the broker.")] = ""
     tls_ca: Annotated[str, about("PEM file to check a broker's certificate with.")] = ""
+    tls_certificate: Annotated[
+        str, about("PEM file; shown to a broker that asks clients for a certificate.")
+    ] = ""
+    tls_key: Annotated[str, about("PEM file with its key; empty: the key is in the same file.")] = (
+        ""
+    )
     curve_server_key: Annotated[str, about("Z85 public key of the broker, for ZeroMQ.")] = ""
     curve_secret_key: Annotated[
         str, about("Z85 secret key of this client; made up when empty.")

@@ -81,7 +81,7 @@ class Fanout:
             gate = Gate(context, server)
             opened.callback(gate.close)
             self._socket = context.socket(zmq.XPUB)
-            configure(self._socket, server)
+            configure(self._socket)
             self._socket.set(zmq.MAXMSGSIZE, MAX_SUBSCRIPTION_BYTES)
             self._socket.set(zmq.SNDHWM, AHEAD_BATCHES)
             gate.guard(self._socket)

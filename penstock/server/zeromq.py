@@ -67,7 +67,7 @@ class ZmqServer:
             gate = Gate(context, server)
             opened.callback(gate.close)
             self._socket = context.socket(zmq.ROUTER)
-            configure(self._socket, server)
+            configure(self._socket)
             self._socket.set(zmq.MAXMSGSIZE, server.max_frame_bytes)
             self._socket.set(zmq.ROUTER_MANDATORY, 1)
             self._socket.set(zmq.SNDHWM, 0)  # the outboxes count bytes instead

@@ -5,11 +5,14 @@ from __future__ import annotations
 import ipaddress
 import socket as net
 
+from penstock.engines.outbox import (
+    KEEPALIVE_IDLE_S,
+    KEEPALIVE_INTERVAL_S,
+    KEEPALIVE_PROBES,
+)
 from penstock.engines.zmq_library import Socket, endpoint, zmq
 from penstock.model.errors import InvalidSettings
-from penstock.model.server_settings import Server
 
-SILENT_BEATS = 3
 BACKLOG = 512
 # From connecting to the end of the handshake.
 HANDSHAKE_S = 10.0
@@ -18,15 +21,20 @@ HANDSHAKE_S = 10.0
 STALLED_S = 60.0
 
 
-def configure(socket: Socket, server: Server) -> None:
+def configure(socket: Socket) -> None:
     """What holds for every listener; call it before `bind`."""
-    beat_ms = max(1, int(server.heartbeat_s * 1_000))
     socket.set(zmq.LINGER, 0)
     socket.set(zmq.BACKLOG, BACKLOG)
     socket.set(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1_000))
-    socket.set(zmq.HEARTBEAT_IVL, beat_ms)
-    socket.set(zmq.HEARTBEAT_TIMEOUT, SILENT_BEATS * beat_ms)
     socket.set(zmq.TCP_MAXRT, int(STALLED_S * 1_000))
+    # No heartbeats of libzmq: to send one on a connection that broke while its queue was full, it
+    # ends the whole process (4.3.5: "Assertion failed: !_io_error"). Sessions have heartbeats of
+    # their own, and of the others the operating system finds out that they are gone.
+    socket.set(zmq.HEARTBEAT_IVL, 0)
+    socket.set(zmq.TCP_KEEPALIVE, 1)
+    socket.set(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
+    socket.set(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_INTERVAL_S)
+    socket.set(zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES)
 
 
 def bind(socket: Socket, host: str, port: int, setting: str) -> int:

@@ -227,6 +227,42 @@ class Stranger:
         return True
 
 
+class Dealer:
+    """A ZeroMQ client without manners: it reads what it asks for here, and libzmq one message ahead."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    async def __aenter__(self) -> Dealer:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        for option, value in ((zmq.RCVHWM, 1), (zmq.SNDHWM, 0), (zmq.RECONNECT_IVL, -1)):
+            self._socket.set(option, value)
+        self._ends = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket.connect(f"tcp://127.0.0.1:{self._port}")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._context.destroy(linger=0)
+
+    async def hello(self, **fields: Any) -> Frame:
+        await self.frame(Frame(Kind.HELLO, 0, say.encode(say.Hello(**{"client": "x", **fields}))))
+        assert await asyncio.to_thread(self._socket.poll, int(DEADLINE_S * 1_000))
+        return Frame.of_multipart(self._socket.recv_multipart())
+
+    async def frame(self, frame: Frame) -> None:
+        try:
+            self._socket.send_multipart(frame.multipart(), zmq.NOBLOCK)
+        except zmq.Again:
+            raise ConnectionError("the broker has cut it off") from None
+
+    async def ended(self) -> bool:
+        return bool(await asyncio.to_thread(self._ends.poll, int(DEADLINE_S * 1_000)))
+
+
+STRANGERS: dict[str, type[Stranger | Dealer]] = {"tcp": Stranger, "zmq": Dealer}
+
+
 def fault_of(frame: Frame) -> str:
     assert frame.kind == Kind.FAULT
     return str(say.decode(frame.meta, say.Fault).code)
@@ -376,9 +412,10 @@ async def test_half_open_connections_are_let_go(site: Site) -> None:
             assert all(await asyncio.gather(*(stranger.ended() for stranger in silent)))
 
 
-async def test_a_client_that_falls_silent_is_let_go(site: Site) -> None:
-    """T4: after three heartbeats its connection ends, and after `session_s` its session."""
-    async with Stranger(site.broker.ports["tcp"]) as stranger:
+@pytest.mark.parametrize("transport", ["tcp", "zmq"])
+async def test_a_client_that_falls_silent_is_let_go(site: Site, transport: str) -> None:
+    """T4, T1: after three heartbeats its connection ends, and after `session_s` its session."""
+    async with STRANGERS[transport](site.broker.ports[transport]) as stranger:
         assert (await stranger.hello(client="silent", heartbeat_s=0.5)).kind == Kind.WELCOME
         async with asyncio.timeout(DEADLINE_S):
             assert await stranger.ended()
@@ -409,15 +446,13 @@ async def test_a_registration_that_is_refused_leaves_nothing(site: Site) -> None
     assert "refused" not in {each["client"] for each in await site.sessions()}
 
 
-async def test_a_client_that_never_reads(tmp_path: Path) -> None:
-    """Broker memory stays flat, others get their events, and the client is cut off or waits."""
+@pytest.mark.parametrize("transport", ["tcp", "zmq"])
+async def test_a_client_that_never_reads(tmp_path: Path, transport: str) -> None:
+    """T1, Q1: broker memory stays flat, others get their events, and the client is cut off or waits."""
     site = Site(tmp_path, server__send_buffer_bytes=256 * 1024)
+    kind, port = STRANGERS[transport], site.broker.ports[transport]
     try:
-        async with (
-            penstock.connect(site.url()) as bus,
-            Stranger(site.broker.ports["tcp"]) as lazy,
-            Stranger(site.broker.ports["tcp"]) as greedy,
-        ):
+        async with penstock.connect(site.url()) as bus, kind(port) as lazy, kind(port) as greedy:
             await bus.publish("big.events", b"first")
             spec = GroupSpec(("big.events",), lease_s=600.0)
             await lazy.hello(client="lazy")
@@ -441,38 +476,73 @@ async def test_a_client_that_never_reads(tmp_path: Path) -> None:
         assert site.stop() == 0
 
 
-FLOOD = """
+CUT = 3
+"""How a flood ends when its connection does."""
+FLOOD_TCP = """
 import socket, sys, threading
-greeting, frame = bytes.fromhex(sys.argv[2]), bytes.fromhex(sys.argv[3])
+greeting, frame = map(bytes.fromhex, sys.argv[2:])
 with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as connection:
     connection.sendall(greeting)
     def swallow():
         while connection.recv(1 << 20):
             pass
     threading.Thread(target=swallow, daemon=True).start()
-    while True:
-        connection.sendall(frame * 500)
+    try:
+        while True:
+            connection.sendall(frame * 500)
+    except OSError:
+        sys.exit(3)
+"""
+FLOOD_ZMQ = """
+import contextlib, sys, zmq
+greeting, frame = ([bytes.fromhex(part) for part in word.split(",")] for word in sys.argv[2:])
+with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+    dealer.set(zmq.LINGER, 0)
+    dealer.set(zmq.RECONNECT_IVL, -1)
+    monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    dealer.connect(f"tcp://127.0.0.1:{sys.argv[1]}")
+    dealer.send_multipart(greeting)
+    while not monitor.poll(0):
+        with contextlib.suppress(zmq.Again):
+            for _ in range(500):
+                dealer.send_multipart(frame, zmq.NOBLOCK)
+        while dealer.poll(0):
+            dealer.recv_multipart()
+    dealer.disable_monitor()
+    sys.exit(3)
 """
 
 
-async def test_a_flood_of_heartbeats(site: Site) -> None:
-    """A client that does nothing but live is cut off, and costs others little until then."""
-    cut = asyncio.Event()
+def flood_words(site: Site, transport: str) -> list[str]:
+    """A program that greets the broker and then sends heartbeats as fast as it can."""
     hello = Frame(Kind.HELLO, 0, say.encode(say.Hello("flood")))
+    beat = Frame(Kind.HEARTBEAT, 0, say.encode(say.Beat(5)))
+    port = str(site.broker.ports[transport])
+    if transport == "zmq":
+        parts = (",".join(bytes(part).hex() for part in each.multipart()) for each in (hello, beat))
+        return ["-c", FLOOD_ZMQ, port, *parts]
     greeting = offer() + b"".join(encode_frame(hello))
-    beat = b"".join(encode_frame(Frame(Kind.HEARTBEAT, 0, say.encode(say.Beat(5)))))
+    return ["-c", FLOOD_TCP, port, greeting.hex(), b"".join(encode_frame(beat)).hex()]
+
+
+@pytest.mark.parametrize("transport", ["tcp", "zmq"])
+async def test_a_flood_of_heartbeats(site: Site, transport: str) -> None:
+    """T1, Q1: a client that does nothing but live is cut off, and costs others little until then."""
+    started: list[asyncio.subprocess.Process] = []
 
     async def flood() -> None:
-        child = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", FLOOD, str(site.broker.ports["tcp"]), greeting.hex(), beat.hex(),
-            stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        assert await child.wait() != 0, "it was not cut off"
-        cut.set()
+        words = flood_words(site, transport)
+        started.append(await asyncio.create_subprocess_exec(sys.executable, *words))
+        await started[0].wait()
 
-    async with Control(site, "flood") as control:
-        await control.unharmed(flood, 3.0)
-    assert cut.is_set()
+    try:
+        async with Control(site, f"flood-{transport}") as control:
+            await control.unharmed(flood, 3.0)
+        assert await asyncio.wait_for(started[0].wait(), DEADLINE_S) == CUT
+    finally:
+        for child in started:
+            with contextlib.suppress(ProcessLookupError):
+                child.kill()
 
 
 async def test_a_client_that_goes_on_breaking_the_protocol_is_cut_off(site: Site) -> None:

@@ -142,3 +142,12 @@ def test_what_is_no_frame_is_counted(tmp_path: Path) -> None:
         fault = say_over_zmq(broker.ports["zmq"], [b"no envelope"])
         assert fault.code == "connection.protocol"
         assert scrape(broker)[counted] == len(BROKEN_BYTES) + 1
+
+
+def test_the_document_of_a_real_broker_lists_them(tmp_path: Path) -> None:
+    """T10, T15: what the daemon adds to the admin API stands in its OpenAPI document, and is served."""
+    with BrokerProcess(tmp_path / "data") as broker:
+        paths = json.loads(fetch(broker, "/openapi.json"))["paths"]
+        for path in ("/pressure", "/metrics", "/health", "/ready", "/api/admin/topics"):
+            assert paths[path]["get"]["summary"], path
+            assert fetch(broker, path), path

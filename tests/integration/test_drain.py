@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,21 @@ async def draining(bus: penstock.Bus) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while not all(feed.paused for feed in bus.engine._feeds.values()):
             await asyncio.sleep(0.005)
+
+
+async def asked(broker: BrokerProcess, path: str) -> tuple[int, bytes]:
+    """What the broker answers over HTTP: status and text."""
+    url = f"http://127.0.0.1:{broker.ports['http']}{path}"
+
+    def get() -> tuple[int, bytes]:
+        try:
+            with urllib.request.urlopen(url, timeout=DEADLINE_S) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read()
+
+    return await asyncio.to_thread(get)
 
 
 @pytest.mark.parametrize("transport", ["tcp", "zmq"])
@@ -77,3 +94,23 @@ async def test_consumers_that_are_at_nothing_delay_nothing(tmp_path: Path) -> No
             ):
                 assert await asyncio.wait_for(asyncio.to_thread(broker.stop), DEADLINE_S) == 0
                 broker.start()
+
+
+async def test_load_balancers_are_told_while_a_handler_holds_the_drain(tmp_path: Path) -> None:
+    """T16: `/ready` answers 503, so that nobody new is sent here; `/health` says that it lives."""
+    with BrokerProcess(tmp_path / "data").start(server__drain_s=LONG_S) as broker:
+        async with penstock.connect(broker.url()) as bus:
+            await bus.publish("orders", b"0")
+            async with bus.subscribe("orders", group="g", start="earliest") as events:
+                event = await events.get(timeout_s=DEADLINE_S)
+                assert event is not None
+                assert await asked(broker, "/ready") == (200, b'{"ready":true}')
+                stopping = asyncio.create_task(asyncio.to_thread(broker.stop))
+                await draining(bus)
+                assert await asked(broker, "/ready") == (503, b'{"ready":false}')
+                assert (await asked(broker, "/health"))[0] == 200
+                assert not stopping.done()
+                await event.ack()
+                assert await asyncio.wait_for(stopping, DEADLINE_S) == 0
+                broker.start()
+                assert (await asked(broker, "/ready"))[0] == 200

@@ -24,6 +24,7 @@ from penstock.model.settings import Settings
 from penstock.server import fanout as module
 from penstock.server.curve import make_keys, public_key
 from penstock.server.fanout import Fanout
+from penstock.testing.broker_process import BrokerProcess
 from penstock.wire.frame import ENVELOPE, MAGIC, VERSION
 
 ROOT = Path(penstock.__file__).resolve().parent.parent
@@ -246,3 +247,31 @@ async def test_the_example_of_the_guide() -> None:
         finally:
             started.kill()
             started.communicate()
+
+
+@pytest.mark.parametrize("transport", ["tcp", "zmq"])
+async def test_the_socket_of_a_real_broker(tmp_path: Path, transport: str) -> None:
+    """T1: whoever listens hears what clients publish, once it is committed, and with its offsets."""
+    with (
+        BrokerProcess(tmp_path / "data") as broker,
+        listening(broker.ports["pub"], b"orders.") as orders,
+    ):
+        async with penstock.connect(broker.url(transport)) as bus:
+            first = await until_heard(bus, orders)
+            await bus.publish("users.made", b"not for us")
+            sent = await bus.publish_many("orders.paid", [b"one", b"two"])
+            heard = await hear(orders)
+            while heard.topic == "orders.hello":  # the last of those that knocked
+                heard = await hear(orders)
+    assert first.topic == "orders.hello"
+    assert (heard.topic, heard.payloads()) == ("orders.paid", [b"one", b"two"])
+    assert (heard.partition, heard.base_offset) == (sent.partition, sent.offset)
+
+
+async def until_heard(bus: penstock.Bus, socket: zmq.Socket[bytes]) -> EventBatch:
+    """Publish until the subscription has reached the broker: a SUB socket is told nothing of that."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not socket.poll(0):
+            await bus.publish("orders.hello", b"?")
+            await asyncio.sleep(0.01)
+    return await hear(socket)

@@ -9,8 +9,6 @@ import socket
 import ssl
 import struct
 from collections.abc import AsyncIterator, Callable
-from datetime import UTC, datetime, timedelta
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +31,7 @@ from penstock.model.settings import Settings
 from penstock.server import tcp_link
 from penstock.server.tcp import TcpServer
 from penstock.server.tcp_link import STRANGER_FRAME_BYTES, TcpLink
+from penstock.testing.authority import Authority
 from penstock.wire import message as say
 from penstock.wire.frame import Frame, Kind, Mark
 from penstock.wire.mark import for_mark, from_mark
@@ -652,65 +651,6 @@ def port_of(raw: Raw) -> str:
 
 
 # -- TLS ---------------------------------------------------------------------------------------------
-
-
-class Authority:
-    """Signs certificates."""
-
-    def __init__(self, folder: Path, name: str) -> None:
-        from cryptography.hazmat.primitives.asymmetric import ec
-
-        self.folder = folder
-        self.name = name
-        self.key = ec.generate_private_key(ec.SECP256R1())
-        self.ca_file = self._write(name, self.sign(name, self.key.public_key(), ca=True))
-
-    def sign(self, name: str, public_key: Any, *, ca: bool = False) -> Any:
-        from cryptography import x509
-        from cryptography.hazmat.primitives import hashes
-        from cryptography.x509.oid import NameOID
-
-        def called(text: str) -> x509.Name:
-            return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
-
-        now = datetime.now(UTC)
-        builder = (
-            x509.CertificateBuilder()
-            .subject_name(called(name))
-            .issuer_name(called(self.name))
-            .public_key(public_key)
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - timedelta(days=1))
-            .not_valid_after(now + timedelta(days=1))
-            .add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
-            .add_extension(
-                x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]),
-                critical=False,
-            )
-        )
-        return builder.sign(self.key, hashes.SHA256())
-
-    def issue(self, name: str) -> tuple[str, str]:
-        from cryptography.hazmat.primitives import serialization
-        from cryptography.hazmat.primitives.asymmetric import ec
-
-        key = ec.generate_private_key(ec.SECP256R1())
-        path = self.folder / f"{name}.key"
-        path.write_bytes(
-            key.private_bytes(
-                serialization.Encoding.PEM,
-                serialization.PrivateFormat.PKCS8,
-                serialization.NoEncryption(),
-            )
-        )
-        return self._write(name, self.sign(name, key.public_key())), str(path)
-
-    def _write(self, name: str, certificate: Any) -> str:
-        from cryptography.hazmat.primitives import serialization
-
-        path = self.folder / f"{name}.pem"
-        path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-        return str(path)
 
 
 @pytest.fixture(scope="module")

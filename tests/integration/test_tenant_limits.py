@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -18,7 +21,7 @@ from penstock.server import zmq_link
 from penstock.server.daemon import Daemon
 from penstock.server.metrics_engine import quotas
 from penstock.server.tenants import tenants_view
-from penstock.testing.broker_process import broker_inside
+from penstock.testing.broker_process import BrokerProcess, broker_inside
 from penstock.wire.message import Hello
 
 DEADLINE_S = 20.0
@@ -246,3 +249,47 @@ class Deaf:
     def rest(self, seconds: float) -> None: ...
     def pending_bytes(self) -> int:
         return 0
+
+
+async def test_a_limit_that_came_with_sighup_is_really_in_force(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """T11: a client that is connected is refused with the typed error, and let in again."""
+    config, log = tmp_path / "penstock.toml", tmp_path / "log"
+    monkeypatch.setenv("PENSTOCK_CONFIG", str(config))
+    events = [b"x"] * 10
+
+    async def reload(text: str, times: int) -> None:
+        config.write_text(text)
+        os.kill(broker.pid, signal.SIGHUP)
+        async with asyncio.timeout(DEADLINE_S):
+            while len(changed := reloads(log)) < times:
+                await asyncio.sleep(0.02)
+        assert changed[-1]["why"] == "SIGHUP"
+
+    config.write_text("")
+    with (
+        log.open("wb") as file,
+        BrokerProcess(tmp_path / "data", log=file).start(server__log_format="json") as broker,
+    ):
+        monkeypatch.delenv("PENSTOCK_CONFIG")  # it is the broker's, not ours
+        async with (
+            penstock.connect(broker.url(), identity__tenant="acme") as acme,
+            penstock.connect(broker.url(), identity__tenant="other") as other,
+        ):
+            await acme.publish_many("orders", events)
+            await reload("[admission.tenants.acme]\nevents_per_s = 5\n", 1)
+            with pytest.raises(penstock.Dropped) as refused:
+                await acme.publish_many("orders", events)
+            assert refused.value.data["tenant"] == "acme"
+            assert refused.value.data["limit"] == "events_per_s"
+            await other.publish_many("orders", events)
+            await reload("[admission.tenants.acme]\nevents_per_s = 5000\n", 2)
+            await acme.publish_many("orders", events)
+            assert len([event async for event in other.replay("orders")]) == 30
+
+
+def reloads(log: Path) -> list[dict[str, Any]]:
+    """What the broker logged about limits that it changed."""
+    records = [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")]
+    return [each for each in records if each["event"] == "limits changed"]

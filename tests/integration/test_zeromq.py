@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engines.link_zmq import ZmqLink
+from penstock.engines.outbox import KEEPALIVE_IDLE_S
 from penstock.model.errors import (
     BrokerUnreachable,
     Deferred,
@@ -576,13 +577,16 @@ async def test_a_client_that_never_reads() -> None:
         await control.echo()
 
 
-async def test_half_open_connections_are_noticed() -> None:
-    """A peer that answers no heartbeat is gone after three of them."""
-    async with serving(heartbeat_s=0.1) as (_, broker, port):
-        with await asyncio.to_thread(zmtp, port) as connection:
-            connection.sendall(b"\x01\x10" + bytes(hello()[0]) + b"\x00\x00")
-            await until(lambda: broker.connections and broker.connections[0].frames)
-            await until(lambda: broker.connections[0].lost_because)
+async def test_the_system_looks_for_peers_that_are_gone() -> None:
+    """T1: nobody else does before they have a session; libzmq's own heartbeats can end a process."""
+    async with serving(heartbeat_s=0.1) as (server, broker, port), Client(port) as client:
+        await client.echo()
+        [peer] = server.peers._peers.values()
+        with net.fromfd(peer.fd, net.AF_INET, net.SOCK_STREAM) as connection:
+            assert connection.getsockopt(net.SOL_SOCKET, net.SO_KEEPALIVE)
+            assert connection.getsockopt(net.IPPROTO_TCP, net.TCP_KEEPIDLE) == KEEPALIVE_IDLE_S
+        assert server._socket.get(zmq.HEARTBEAT_IVL) == 0
+        assert not broker.connections[0].lost_because
 
 
 # -- connecting ----------------------------------------------------------------------------------

@@ -12,8 +12,9 @@ import pytest
 
 from penstock.core.entry import GroupSpec
 from penstock.core.retry import Retry
+from penstock.engines.ask_reference import reference
 from penstock.model.event import Receipt
-from penstock.server import oldclient, session, tcp_link
+from penstock.server import connection, oldclient, session, tcp_link, zeromq
 from penstock.wire import frame, mark, message, negotiation, oldcommand
 from penstock.wire.frame import Kind
 from penstock.wire.schema import DeliverEvents, EventItem, Result
@@ -87,6 +88,10 @@ def test_old_commands() -> None:
         f"at most {frame.MAX_META_BYTES >> 20} MiB; empty",
         f"the last {session.MAX_KEPT_ANSWERS:,}, at most {session.MAX_KEPT_BYTES >> 20} MiB",
         f"| feeds of a session | {session.MAX_FEEDS:,} |",
+        f"| heartbeats of a session | {session.MAX_BEATS_PER_S} a second;",
+        f"| settlements in one Settle | {session.MAX_SETTLEMENTS:,};",
+        f"that break the protocol | {connection.MAX_VIOLATIONS} are answered",
+        f"that break the protocol | {zeromq.MAX_VIOLATIONS} are answered",
         f"more than {mark.MAX_EVENTS:,} events or {mark.MAX_EVENTS_BYTES >> 20} MiB",
         f"At most {oldclient.MAX_SUBSCRIPTIONS} subscriptions; while {oldclient.MAX_WAITING:,} commands",
         f"most outstanding (0: {oldcommand.DEFAULT_OUTSTANDING})",
@@ -102,3 +107,10 @@ def test_layouts() -> None:
     assert (frame.ENVELOPE.size, frame.BODY_HEAD.size) == (16, 16)
     assert "an envelope of 16 bytes" in FLAT
     assert "what follows the first 16 bytes" in FLAT
+
+
+def test_what_can_be_asked() -> None:
+    """Y13: print the section anew with penstock.engines.ask_reference when a request has changed."""
+    section = re.split(r"^(?=## )", TEXT, flags=re.MULTILINE)
+    [found] = [each for each in section if each.startswith("## What can be asked")]
+    assert found.rstrip() == reference().rstrip()

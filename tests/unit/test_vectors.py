@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -12,6 +13,8 @@ import pytest
 
 from penstock.model.batch import EventBatch
 from penstock.model.errors import PenstockError, ProtocolViolation
+from penstock.model.settings import Settings
+from penstock.server.fanout import Fanout
 from penstock.wire import message as say
 from penstock.wire import negotiation, oldcommand
 from penstock.wire.frame import Frame, Kind, Mark
@@ -137,6 +140,22 @@ def test_batches(vector: dict[str, Any]) -> None:
         for name in ("index", "offset", "time_us", "append_time_us", "expires_us", "priority"):
             assert getattr(event, name) == expected[name]
         assert dict(event.headers) == expected["headers"]
+
+
+@pytest.mark.parametrize("vector", cases("fanout.json"))
+def test_fanned_out_batches(vector: dict[str, Any]) -> None:
+    """T1: the message of the PUB socket, as the broker makes it and as a subscriber reads it."""
+    topic, envelope, encoded = map(bytes.fromhex, vector["zeromq"])
+    [batch] = [each for each in load("batch.json")["vectors"] if each["name"] == vector["name"]]
+    assert encoded.hex() == batch["hex"]
+    assert topic.decode() == vector["topic"] == EventBatch.decode(encoded).topic
+    frame = Frame.of_multipart([envelope, b"", encoded])
+    assert (Kind(frame.kind).name, frame.request) == (vector["kind"], vector["request"])
+    sent: list[Any] = []
+    fanout = Fanout(Settings())
+    fanout._socket = SimpleNamespace(send=lambda part, *_, **__: sent.append(bytes(part)))  # type: ignore[assignment]
+    fanout._send(EventBatch.decode(encoded))
+    assert sent == [topic, envelope, encoded]
 
 
 @pytest.mark.parametrize("vector", cases("compressed.json"))

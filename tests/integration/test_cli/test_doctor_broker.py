@@ -29,6 +29,7 @@ from penstock.model.errors import ConnectionFailed, MissingExtra
 from penstock.model.server_settings import Server, Telemetry
 from penstock.model.settings import Journal, Sealing, Settings
 from penstock.server.ports import Address, listening, write_ports
+from penstock.testing.authority import Authority
 from penstock.testing.broker_process import broker_inside
 
 if TYPE_CHECKING:
@@ -96,6 +97,46 @@ def test_a_missing_extra_says_who_needs_it(monkeypatch: pytest.MonkeyPatch) -> N
     assert "uvicorn" in extra.found
     assert "pip install 'penstock[server]'" in extra.advice
     assert "penstock up" in extra.advice
+
+
+def test_the_doctor_finds_that_tracing_is_not_installed(cli: Any) -> None:
+    """T16: an endpoint for spans, which is no setting of the server, needs an extra as well."""
+    gone = "".join(f"sys.modules[{name!r}] = None\n" for name in checkup.TRACING)
+    (cli.folder / "sitecustomize.py").write_text(f"import sys\n{gone}")
+    cli.env["PYTHONPATH"] = f"{cli.folder}:{cli.env['PYTHONPATH']}"
+    result = cli("doctor", "--set", "telemetry.otlp_endpoint=http://127.0.0.1:4318", "--json")
+    assert result.code == 1
+    row = found(result, "needed extras")
+    assert row["status"] == "fail"
+    assert "telemetry.otlp_endpoint" in row["found"]
+    assert "penstock[tracing]" in row["found"] + row["advice"]
+
+
+def test_the_certificate_a_client_shows(cli: Any) -> None:
+    """T16: its files are looked at before a broker that asks for them shuts the door."""
+    authority = Authority(cli.folder, "authority")
+    certificate, key = authority.issue("client")
+    other, _ = authority.issue("other")
+
+    def examined(**fields: str) -> dict[str, Any]:
+        words = [f"client.{name}={value}" for name, value in fields.items()]
+        result = cli("doctor", *(x for word in words for x in ("--set", word)), "--json")
+        row = found(result, "client tls")
+        assert result.code == (row["status"] == "fail")
+        return row
+
+    assert "brokers are checked" in examined(tls_ca=authority.ca_file)["found"]
+    # Signed for a day, so it is about to expire.
+    row = examined(tls_certificate=certificate, tls_key=key)
+    assert (row["status"], "CN=client" in row["found"]) == ("warn", True)
+    row = examined(tls_certificate="missing.pem", tls_key=key)
+    assert (row["status"], row["code"]) == ("fail", "invalid.settings")
+    assert "client.tls_certificate = 'missing.pem' cannot be read" in row["found"]
+    assert "belong together" in examined(tls_certificate=other, tls_key=key)["found"]
+    assert not [row for row in cli("doctor", "--json").rows if row["name"] == "client tls"]
+    half = cli("config", "check", "--set", f"client.tls_key={key}")
+    assert half.code == 2
+    assert "client.tls_key needs client.tls_certificate" in half.text
 
 
 def test_too_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,97 @@
+"""Clients of a real broker inside TLS, through the engine that applications use (rows T1, Q1)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock
+from penstock.engines.link_tcp import client_tls
+from penstock.model.errors import BrokerUnreachable, InvalidSettings
+from penstock.testing.authority import Authority
+from penstock.testing.broker_process import BrokerProcess
+
+DEADLINE_S = 20.0
+PART_BYTES = 3 << 20
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("tls"), "authority")
+
+
+def secured(folder: Path, authority: Authority, **flags: Any) -> BrokerProcess:
+    certificate, key = authority.issue("broker")
+    return BrokerProcess(folder / "data").start(
+        server__tls_certificate=certificate, server__tls_key=key, **flags
+    )
+
+
+def url_of(broker: BrokerProcess) -> str:
+    return broker.url().replace("penstock://", "penstocks://")
+
+
+async def there_and_back(url: str, **flags: Any) -> None:
+    """Publish, receive and ack something that takes more than one record of TLS."""
+    async with (
+        penstock.connect(url, **flags) as bus,
+        bus.subscribe("orders", group="g", start="earliest") as events,
+    ):
+        payload = bytes(PART_BYTES)
+        await bus.publish("orders", payload)
+        event = await events.get(timeout_s=DEADLINE_S)
+        assert event is not None
+        assert event.payload == payload
+        await event.ack()
+        await bus.flush()
+        assert (await bus.groups.info("g")).lag == 0
+
+
+async def refused(url: str, match: str, **flags: Any) -> None:
+    """A client that is not let in says why, when its deadline has passed and not much later."""
+    began = time.monotonic()
+    with pytest.raises(BrokerUnreachable, match=match):
+        async with asyncio.timeout(DEADLINE_S):
+            await penstock.connect(url, client__deadline_s=1.0, **flags).open()
+    assert time.monotonic() - began < DEADLINE_S / 2
+
+
+async def test_events_over_tls(tmp_path: Path, authority: Authority) -> None:
+    """Q1, T1: `penstocks://` with the authority's file; without it the broker is not believed."""
+    with secured(tmp_path, authority) as broker:
+        await there_and_back(url_of(broker), client__tls_ca=authority.ca_file)
+        await refused(url_of(broker), "certificate verify failed")
+        await refused(broker.url(), "no broker", client__tls_ca=authority.ca_file)
+
+
+async def test_a_broker_that_asks_for_certificates(tmp_path: Path, authority: Authority) -> None:
+    """Q1, T1: a client with one of the right authority works; the others are told what they lack."""
+    certificate, key = authority.issue("client")
+    stranger, its_key = Authority(tmp_path, "somebody").issue("stranger")
+    trusting = {"client__tls_ca": authority.ca_file}
+    with secured(tmp_path, authority, server__tls_client_ca=authority.ca_file) as broker:
+        url = url_of(broker)
+        shown = {"client__tls_certificate": certificate, "client__tls_key": key}
+        await there_and_back(url, **trusting, **shown)
+        await refused(url, "client.tls_certificate", **trusting)
+        shown = {"client__tls_certificate": stranger, "client__tls_key": its_key}
+        await refused(url, "client.tls_certificate", **trusting, **shown)
+
+
+@pytest.mark.parametrize("wrong", ["other", "missing", "locked", "key"])
+def test_files_that_cannot_be_used(tmp_path: Path, wrong: str) -> None:
+    """Q1: found when the address is dialled, and named with their settings."""
+    authority = Authority(tmp_path, "authority")
+    certificate, key = authority.issue("client")
+    files = {
+        "other": (certificate, authority.issue("another")[1]),
+        "missing": (str(tmp_path / "nowhere.pem"), key),
+        "locked": authority.issue("locked", password=b"a password"),
+        "key": ("", key),
+    }
+    with pytest.raises(InvalidSettings, match=r"client\.tls_certificate"):
+        client_tls(authority.ca_file, *files[wrong])
