@@ -203,6 +203,7 @@ class CommitLoop:
         now_us = self._runtime.wall_us()
         if self._under_way and self._journal.rolls(now_us, self._first_bytes()):
             await self._nothing_under_way()  # a file that is left is whole
+            now_us = self._runtime.wall_us()  # what came meanwhile did not come before
         taken = self._take(now_us)
         taken.flushes, self._flushes = self._flushes, []
         if not taken.commit.entries:  # nothing to write: no work, no room, or only duplicates

@@ -26,6 +26,7 @@ REGRESSIONS = {
     411: "a process that died while it made the folder left a file that was taken for somebody's",
     241: "an error of a wait that was given up was reported as forgotten",
     173: "a commit that was given up was written behind the next one and moved a cursor back",
+    5486: "events got the time at which their commit began to wait for another journal file",
     70: "a start wrote audit lines again that were durable, and a crash in the middle tore them",
 }
 
