@@ -41,7 +41,7 @@ def _dialler(
 
         return lambda: ZmqLink(
             host, port or ZMQ_PORT, server_key=client.curve_server_key,
-            secret_key=client.curve_secret_key, heartbeat_s=client.heartbeat_s,
+            secret_key=client.curve_secret_key,
         )  # fmt: skip
     tls = None
     if scheme == "penstocks":

@@ -8,14 +8,20 @@ import socket as net
 from collections.abc import Callable
 
 from penstock.engines.link import MAX_FRAME_BYTES, check_size
-from penstock.engines.zmq_library import Socket, client_context, curve_key, endpoint, zmq
+from penstock.engines.zmq_library import (
+    Socket,
+    client_context,
+    curve_key,
+    endpoint,
+    keep_alive,
+    zmq,
+)
 from penstock.engines.zmq_outbox import COPY_BELOW_BYTES, ZmqOutbox
 from penstock.engines.zmq_pump import NOBLOCK, Monitor, Pump
 from penstock.model.errors import BrokerUnreachable, PenstockError
 from penstock.wire.frame import MAX_PARTS, Bytes, Frame
 
 DEFAULT_PORT = 5555
-SILENT_BEATS = 3
 # Frames that libzmq reads ahead of the application; credit bounds what they hold.
 AHEAD_FRAMES = 1_000
 # Parts taken before other work of the loop gets its turn.
@@ -57,7 +63,6 @@ class ZmqLink:
         server_key: str = "",
         secret_key: str = "",
         max_frame_bytes: int = MAX_FRAME_BYTES,
-        heartbeat_s: float = 5.0,
         connect_timeout_s: float = 10.0,
     ) -> None:
         self.host = host
@@ -66,7 +71,6 @@ class ZmqLink:
         """Largest frame the broker sends; once the Welcome is there, the largest it takes."""
         self._server_key = server_key
         self._secret_key = secret_key
-        self._heartbeat_s = heartbeat_s
         self._connect_timeout_s = connect_timeout_s
         self._socket: Socket | None = None
         self._monitor: Monitor
@@ -138,13 +142,11 @@ class ZmqLink:
 
     def _configure(self, socket: Socket) -> None:
         patience_ms = max(1, int(self._connect_timeout_s * 1_000))
-        beat_ms = max(1, int(self._heartbeat_s * 1_000))
         socket.set(zmq.LINGER, 0)
         socket.set(zmq.RECONNECT_IVL, NEVER_MS)  # the engine makes the next connection
         socket.set(zmq.CONNECT_TIMEOUT, patience_ms)
         socket.set(zmq.HANDSHAKE_IVL, patience_ms)
-        socket.set(zmq.HEARTBEAT_IVL, beat_ms)
-        socket.set(zmq.HEARTBEAT_TIMEOUT, SILENT_BEATS * beat_ms)
+        keep_alive(socket)
         socket.set(zmq.MAXMSGSIZE, self.max_frame_bytes)
         socket.set(zmq.SNDHWM, 0)  # the outbox counts bytes instead
         socket.set(zmq.RCVHWM, AHEAD_FRAMES)

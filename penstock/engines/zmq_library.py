@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import struct
 
+from penstock.engines.outbox import KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES
 from penstock.model.errors import InvalidSettings, MissingExtra
 
 try:
@@ -16,7 +17,7 @@ except ImportError as error:
         extra="server",
     ) from error
 
-__all__ = ["client_context", "curve_key", "endpoint", "zmq"]
+__all__ = ["client_context", "curve_key", "endpoint", "keep_alive", "zmq"]
 
 Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]
@@ -65,3 +66,16 @@ def endpoint(host: str, port: int) -> str:
     ('tcp://[::1]:5555', 'tcp://*:5555')
     """
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host or '*'}:{port}"
+
+
+def keep_alive(socket: Socket) -> None:
+    """No heartbeats of libzmq: the operating system notices a peer that is gone.
+
+    To send a PING on a connection that broke while its queue was full, libzmq 4.3.5 ends the whole
+    process ("Assertion failed: !_io_error").
+    """
+    socket.set(zmq.HEARTBEAT_IVL, 0)
+    socket.set(zmq.TCP_KEEPALIVE, 1)
+    socket.set(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
+    socket.set(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_INTERVAL_S)
+    socket.set(zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES)

@@ -153,6 +153,7 @@ class Fanout:
             try:
                 message = self._socket.recv(NOBLOCK)
             except zmq.Again:
+                self._peers.caught_up()
                 return False
             self._wanted.clear()
             if message[:1] == b"\x01":
@@ -161,4 +162,5 @@ class Fanout:
                     self._prefixes.add(message[1:])
             elif message[:1] == b"\x00":
                 self._prefixes.discard(message[1:])
+        self._peers.look_ahead()
         return True

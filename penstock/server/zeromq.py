@@ -28,9 +28,8 @@ from penstock.wire.message import encode
 
 log = logging.getLogger("penstock.server.zmq")
 
-# Whole messages of one client that libzmq reads ahead of the broker; fewer make its thread and
-# ours wait for each other.
-AHEAD_MESSAGES = 256
+# What ZeroMQ adds to a part on the wire, without and with CURVE.
+PART_BYTES, CURVE_PART_BYTES = 9, 42
 # Parts taken before other work of the loop gets its turn; a few milliseconds.
 PARTS_PER_TURN = 1_024
 # Broken messages after which a client is cut off.
@@ -50,6 +49,7 @@ class ZmqServer:
         self._by_fd: dict[int, RouterLink] = {}
         self._leaving: list[RouterLink] = []
         self._skipping = False
+        self._part_bytes = CURVE_PART_BYTES if settings.server.curve_secret_key else PART_BYTES
         self._refusals = LogQuota(log)
         self._emptied: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop
@@ -71,7 +71,6 @@ class ZmqServer:
             self._socket.set(zmq.MAXMSGSIZE, server.max_frame_bytes)
             self._socket.set(zmq.ROUTER_MANDATORY, 1)
             self._socket.set(zmq.SNDHWM, 0)  # the outboxes count bytes instead
-            self._socket.set(zmq.RCVHWM, AHEAD_MESSAGES)
             gate.guard(self._socket)
             self.peers = Peers(
                 context, self._socket, server.max_connections, server.max_frame_bytes, self._gone
@@ -112,6 +111,7 @@ class ZmqServer:
             try:
                 identity = recv(NOBLOCK)
             except zmq.Again:
+                self.peers.caught_up()
                 while self._leaving:
                     self._bury(self._leaving.pop(), "the connection ended")
                 return False
@@ -124,6 +124,7 @@ class ZmqServer:
             self._skipping = more
             budget -= len(message) + 1
             self._take(identity, message, part)
+        self.peers.look_ahead()
         return True
 
     def _take(self, identity: bytes, message: list[Bytes], part: zmq.Frame) -> None:
@@ -139,10 +140,8 @@ class ZmqServer:
             # The next connection of a client that insists on its identity begins with HELLO.
             if link is None or (link.leaving and frame.kind == Kind.HELLO):
                 link = self._admit(identity, frame.request, part)
-            source = link.source
-            source.messages += 1
-            if source.stranger:
-                self._count(source, message)
+            self._count(link.source, message)
+            self._check_stranger(link.source)
         except PenstockError as error:
             self._object(identity, message, part, error)
             return
@@ -157,8 +156,12 @@ class ZmqServer:
             link.end("the broker failed on a frame")
 
     def _count(self, source: Peer, message: list[Bytes]) -> None:
-        source.early_bytes += sum(map(len, message))
-        if source.early_bytes > STRANGER_BYTES:
+        source.messages += 1
+        source.taken_bytes += sum(map(len, message)) + self._part_bytes * len(message)
+
+    @staticmethod
+    def _check_stranger(source: Peer) -> None:
+        if source.stranger and source.taken_bytes > STRANGER_BYTES:
             source.violations = MAX_VIOLATIONS
             raise ProtocolViolation(
                 f"more than {STRANGER_BYTES} bytes before the broker's welcome; wait for it"
@@ -171,7 +174,7 @@ class ZmqServer:
         self.broker.failed(error)
         link = self.links.get(identity)
         source = self._source(part) if link is None else link.source
-        source.messages += 1
+        self._count(source, message)
         source.violations += 1
         if source.ending or source.fd < 0:  # there is nobody left to hear it
             return

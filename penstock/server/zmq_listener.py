@@ -5,12 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket as net
 
-from penstock.engines.outbox import (
-    KEEPALIVE_IDLE_S,
-    KEEPALIVE_INTERVAL_S,
-    KEEPALIVE_PROBES,
-)
-from penstock.engines.zmq_library import Socket, endpoint, zmq
+from penstock.engines.zmq_library import Socket, endpoint, keep_alive, zmq
 from penstock.model.errors import InvalidSettings
 
 BACKLOG = 512
@@ -27,14 +22,10 @@ def configure(socket: Socket) -> None:
     socket.set(zmq.BACKLOG, BACKLOG)
     socket.set(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1_000))
     socket.set(zmq.TCP_MAXRT, int(STALLED_S * 1_000))
-    # No heartbeats of libzmq: to send one on a connection that broke while its queue was full, it
-    # ends the whole process (4.3.5: "Assertion failed: !_io_error"). Sessions have heartbeats of
-    # their own, and of the others the operating system finds out that they are gone.
-    socket.set(zmq.HEARTBEAT_IVL, 0)
-    socket.set(zmq.TCP_KEEPALIVE, 1)
-    socket.set(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
-    socket.set(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_INTERVAL_S)
-    socket.set(zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES)
+    keep_alive(socket)
+    # No limit to what libzmq reads ahead either: it would end the process in answering a PING that
+    # came before the connection broke. Peers look after what is ahead.
+    socket.set(zmq.RCVHWM, 0)
 
 
 def bind(socket: Socket, host: str, port: int, setting: str) -> int:

@@ -30,6 +30,10 @@ MAX_STRANGERS = 256
 STRANGER_LOOK_S = 0.1
 # How often the others are.
 LOOK_S = 1.0
+# What libzmq may have read of one peer beyond the frame that is arriving, while the broker does not keep up
+# with all of them; and how often that is looked at then.
+AHEAD_BYTES = 64 << 20
+AHEAD_LOOK_S = 0.1
 # Bytes a message needs on the wire besides its parts: lengths, CURVE, heartbeats.
 WIRE_COST_BYTES = 1 << 20
 
@@ -49,8 +53,8 @@ class Peer:
     """One connection, whoever it is."""
 
     __slots__ = (
-        "acked_bytes", "base_bytes", "early_bytes", "ending", "fd", "messages", "name", "seen",
-        "since_s", "stranger", "violations",
+        "acked_bytes", "ahead_bytes", "base_bytes", "ending", "fd", "messages", "name", "seen",
+        "since_s", "stranger", "taken_bytes", "violations",
     )  # fmt: skip
 
     def __init__(self, fd: int, name: str, since_s: float) -> None:
@@ -61,8 +65,10 @@ class Peer:
         self.messages = 0
         """Whole messages that were read from it."""
         self.violations = 0
-        self.early_bytes = 0
-        """What was read from it before it was welcomed."""
+        self.taken_bytes = 0
+        """What whole messages took on the wire, those that were read from it."""
+        self.ahead_bytes = 0
+        """What had arrived beyond that when the broker began to fall behind."""
         self.ending = False
         self.seen = 0
         self.base_bytes = 0
@@ -89,7 +95,8 @@ class Peers:
         self._peers: dict[int, Peer] = {}
         self._strangers: dict[int, Peer] = {}
         self._look: asyncio.TimerHandle | None = None
-        self._looked_s = self._loop.time()
+        self._looked_s = self._ahead_looked_s = self._loop.time()
+        self._caught_up = True
         self._monitor = Monitor(context, socket, WATCHED, self._happened)
 
     def __len__(self) -> int:
@@ -140,6 +147,29 @@ class Peers:
             if unsent and (slowest is None or progress < least):
                 slowest, least = peer, progress
         return slowest
+
+    def caught_up(self) -> None:
+        """All that had arrived was read."""
+        self._caught_up = True
+
+    def look_ahead(self) -> None:
+        """More has arrived than could be read in a turn: cut whoever sends far more than is taken.
+
+        libzmq reads on, because a limit of its own would be a way to end the broker (`configure`).
+        """
+        now_s = self._loop.time()
+        if now_s - self._ahead_looked_s < AHEAD_LOOK_S:
+            return
+        self._ahead_looked_s = now_s
+        begins, self._caught_up = self._caught_up, False
+        limit = AHEAD_BYTES + (self._max_message_bytes or 0)
+        self._monitor.drain()
+        for peer in list(self._peers.values()):
+            ahead = _traffic(peer.fd)[1] - peer.taken_bytes
+            if begins:
+                peer.ahead_bytes = ahead
+            elif ahead - peer.ahead_bytes > limit:
+                self.cut(peer, f"{ahead - peer.ahead_bytes} bytes ahead of what the broker reads")
 
     def close(self) -> None:
         """Watch no more; call it before the socket is closed."""

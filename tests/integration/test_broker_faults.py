@@ -545,6 +545,45 @@ async def test_a_flood_of_heartbeats(site: Site, transport: str) -> None:
                 child.kill()
 
 
+async def test_pings_behind_a_full_queue_end_nobody_but_their_sender(site: Site) -> None:
+    """T1: libzmq must not answer a PING on a connection that is gone; it would end the process."""
+    ping = b"\x04\x07\x04PING\x00\x00"
+    beat = b"".join(
+        bytes([more, len(part)]) + bytes(part)
+        for more, part in zip(
+            (1, 0), Frame(Kind.HEARTBEAT, 0, say.encode(say.Beat(1))).multipart(), strict=True
+        )
+    )
+    hello = Frame(Kind.HELLO, 0, say.encode(say.Hello("pings"))).multipart()
+    greeting = b"".join(
+        bytes([more, len(part)]) + bytes(part) for more, part in zip((1, 0), hello, strict=True)
+    )
+
+    ready = b"\x05READY" + b"\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
+    opening = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+    opening += b"\x04" + bytes([len(ready)]) + ready
+    place = ("127.0.0.1", site.broker.ports["zmq"])
+
+    def bother() -> None:
+        end_s, number = time.monotonic() + 8.0, 0
+        while time.monotonic() < end_s and number < 300:
+            number += 1
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection(place, DEADLINE_S) as connection,
+            ):
+                connection.sendall(opening)
+                connection.sendall(greeting)
+                time.sleep(0.03)
+                connection.recv(65_536)  # until it is welcomed
+                connection.sendall((beat + ping) * 1_500)
+                time.sleep(number % 5 * 0.001)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    async with Control(site, "pings") as control:
+        await control.unharmed(lambda: asyncio.to_thread(bother), 10.0)
+
+
 async def test_a_client_that_goes_on_breaking_the_protocol_is_cut_off(site: Site) -> None:
     """Q1: each frame is answered, and after a few the connection ends."""
     async with Stranger(site.broker.ports["tcp"]) as stranger:

@@ -389,9 +389,50 @@ async def test_a_message_without_end_of_a_known_client(monkeypatch: pytest.Monke
         await control.echo()
 
 
-def _drip(connection: net.socket) -> int:
-    """Send parts with the `more` flag until the connection breaks; returns how many bytes that took."""
-    part = b"\x03" + struct.pack(">Q", 60_000) + bytes(60_000)
+async def test_a_client_far_ahead_of_the_broker_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """T1, Q7: libzmq reads whatever comes; who sends much more than is taken loses its connection."""
+    monkeypatch.setattr(zeromq, "PARTS_PER_TURN", 8)
+    monkeypatch.setattr(zmq_peers, "AHEAD_BYTES", 1 << 20)
+    monkeypatch.setattr(zmq_peers, "AHEAD_LOOK_S", 0.01)
+    received = EchoConnection.received
+
+    def slowly(connection: EchoConnection, frame: Frame) -> None:
+        if frame.kind == Kind.SETTLE:
+            time.sleep(0.001)
+        received(connection, frame)
+
+    monkeypatch.setattr(EchoConnection, "received", slowly)
+    async with serving(max_frame_bytes=1 << 20) as (server, _, port), Client(port) as control:
+        with await asyncio.to_thread(zmtp, port) as connection:
+            connection.sendall(on_the_wire(hello()))
+            await asyncio.sleep(0.3)
+            settle = on_the_wire(Frame(Kind.SETTLE, 0, bytes(4_000)).multipart())
+            # A pace that is kept: what is taken at once is never too much.
+            for _ in range(1_000):
+                await asyncio.to_thread(connection.sendall, settle)
+                await asyncio.sleep(0.0)
+            assert len(server.peers) == 2
+            assert await asyncio.to_thread(_drip, connection, settle) < 100 << 20
+        await control.echo()
+
+
+def on_the_wire(parts: list[Bytes]) -> bytes:
+    """A message as ZeroMQ writes it, without encryption."""
+    said = b""
+    for number, part in enumerate(parts, 1):
+        more = int(number < len(parts))
+        long = bytes([more | 2]) + struct.pack(">Q", len(part))
+        said += (bytes([more, len(part)]) if len(part) < 256 else long) + bytes(part)
+    return said
+
+
+PART = b"\x03" + struct.pack(">Q", 60_000) + bytes(60_000)  # with the `more` flag
+
+
+def _drip(connection: net.socket, part: bytes = PART) -> int:
+    """Send this again and again until the connection breaks; returns how many bytes that took."""
     sent = 0
     while True:
         try:
