@@ -18,6 +18,7 @@ from penstock.engines.link import ClientLink
 from penstock.engines.remote_delivery import RemoteDelivery, RemoteQueue, settled_events
 from penstock.engines.remote_log import RemoteLog
 from penstock.engines.remote_publisher import RemotePublisher, described
+from penstock.engines.request import AdmitReplay
 from penstock.model.batch import EventBatch
 from penstock.model.errors import (
     AlreadySettled,
@@ -53,12 +54,15 @@ class BrokerEngine:
         identity: Identity,
         client: str,
     ) -> None:
-        # Who names no tenant speaks for that of its token, or for the broker's default.
-        tenant = "" if identity.tenant == Identity().tenant else identity.tenant
+        # A default is no claim: who names no tenant and no subject is who its token or the broker says.
+        nobody = Identity()
         hello = say.Hello(
-            client, token=settings.client.token, tenant=tenant, subject=identity.subject,
+            client, token=settings.client.token,
+            tenant="" if identity.tenant == nobody.tenant else identity.tenant,
+            subject="" if identity.subject == nobody.subject else identity.subject,
             agent=AGENT, heartbeat_s=settings.client.heartbeat_s,
         )  # fmt: skip
+        self._subject = identity.subject
         self.channel = Channel(make_link, settings.client, hello)
         self.channel.on_push = self._pushed
         self.channel.held = self._held
@@ -327,9 +331,13 @@ class BrokerEngine:
     async def ask(self, request: Request) -> Any:
         """Administer."""
         kind = type(request)
-        if self._signs_for_us and getattr(request, "actor", "") == self.channel.hello.subject:
+        welcome = self.channel.welcome
+        if self._signs_for_us and getattr(request, "actor", "") == self._subject:
             # The token says who we are; the name in our settings may be another.
             request = msgspec.structs.replace(request, actor="")
+        if isinstance(request, AdmitReplay) and not self.channel.hello.tenant and welcome:
+            # We named no tenant, so the broker has told us whose we are.
+            request = AdmitReplay(welcome.tenant or request.tenant)
         message = say.Ask(kind.__name__, msgspec.to_builtins(request, builtin_types=(bytes,)))
         answer = await self.channel.call(Kind.ASK, message, again=kind in READ_ONLY)
         return decode(answer.meta, ANSWERS[kind])

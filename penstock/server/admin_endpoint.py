@@ -6,8 +6,9 @@ The HTTP server serves them (penstock.server.http) and the OpenAPI document desc
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Annotated, Any, Generic, TypeVar
 
@@ -23,8 +24,11 @@ from penstock.model.page import MAX_PAGE, MAX_SKIP
 from penstock.model.settings import Settings
 from penstock.server.admin_gate import RIGHTS, Answer, Gate
 from penstock.server.auth import Doorkeeper
+from penstock.server.log_quota import LogQuota
 
 T = TypeVar("T")
+
+log = logging.getLogger("penstock.server")
 
 MAX_NAME_CHARACTERS = 4_096  # of one name or text in a request: beyond any name the bus allows
 
@@ -50,6 +54,8 @@ class Surface:
     """Whether clients may come: false until started, and while draining."""
     ask: Answer | None = None
     """The broker's own way to ask the engine, where there is one."""
+    refusals: LogQuota = field(default_factory=lambda: LogQuota(log))
+    """Says who was turned away; its own, so that guesses over HTTP hide none over the wire."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from penstock.model.errors import (
+    AccessDenied,
     DecodeFailed,
     InvalidInput,
     NotAuthenticated,
@@ -18,6 +19,7 @@ from penstock.model.errors import (
 )
 from penstock.model.event import Identity
 from penstock.server.admin_endpoint import Surface
+from penstock.server.admin_gate import require
 from penstock.server.auth import is_loopback
 
 if TYPE_CHECKING:
@@ -28,7 +30,20 @@ BODY_TIMEOUT_S = 10.0  # a client that sends half a body is not waited for
 _FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
 
 
-def identify(surface: Surface, request: Request) -> Identity:
+def admit(surface: Surface, request: Request, role: str) -> Identity:
+    """Who sent a request, if it has the role; whoever is turned away stands in the log."""
+    try:
+        identity = _identify(surface, request)
+        require(identity, role)
+    except AccessDenied as error:
+        client = request.client
+        peer = "?" if client is None else f"{client.host}:{client.port}"
+        surface.refusals.warning("client refused", peer=peer, reason=error.message)
+        raise
+    return identity
+
+
+def _identify(surface: Surface, request: Request) -> Identity:
     """Who sent a request; raises NotAuthenticated."""
     here = request.client is not None and is_loopback(request.client.host)
     if here and not surface.doorkeeper.asks:

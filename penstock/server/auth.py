@@ -106,9 +106,10 @@ class Doorkeeper:
             raise NotAuthenticated(f"the token's tenant or subject is no name; {_REMEDY}")
         if tenant and tenant != claims.tenant:
             raise AccessDenied(
-                f"the token is for tenant {claims.tenant!r} and cannot speak for {tenant!r}; use a "
+                f"the token is for tenant {claims.tenant!r} and cannot speak for "
+                f"{tenant[:MAX_WORD_BYTES]!r}; use a "
                 "token of that tenant, or leave the tenant out",
-                tenant=tenant,
+                tenant=tenant[:MAX_WORD_BYTES],
             )
         return Identity(claims.tenant, claims.sub, tuple(claims.roles))
 

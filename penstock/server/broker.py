@@ -34,6 +34,7 @@ from penstock.server.courtesy import Courtesy
 from penstock.server.ending import finished
 from penstock.server.fastpath import FastPath
 from penstock.server.inbound import check_hello, check_request
+from penstock.server.log_quota import LogQuota
 from penstock.server.metrics_counters import Counters
 from penstock.server.outlet import QueueOutlet
 from penstock.server.session import Session
@@ -77,6 +78,7 @@ class Broker:
         self.fastpath = FastPath(settings.fastpath)
         self.courtesy = Courtesy()
         engine.pause_aside = self.courtesy.pause
+        self.refusals = LogQuota(log)
         self._doors: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._minder: asyncio.Task[None] | None = None
 

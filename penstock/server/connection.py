@@ -7,7 +7,7 @@ import logging
 from collections import deque
 from typing import TYPE_CHECKING
 
-from penstock.model.errors import PenstockError, ProtocolViolation
+from penstock.model.errors import AccessDenied, PenstockError, ProtocolViolation
 from penstock.wire.fault import to_fault
 from penstock.wire.frame import Frame, Kind
 from penstock.wire.message import Hello, decode, encode
@@ -76,6 +76,11 @@ class Connection:
                 log.exception("a greeting failed", extra={"peer": self.link.peer})
                 error = PenstockError(
                     f"the broker failed: {type(error).__name__}; its log says more"
+                )
+            elif isinstance(error, AccessDenied):
+                # Whoever tries tokens must show in the log; the reason never repeats one.
+                self._broker.refusals.warning(
+                    "client refused", peer=self.link.peer, reason=error.message
                 )
             self.fault(request, error)
             self.link.close()

@@ -33,8 +33,8 @@ from penstock.server import (
 )
 from penstock.server.admin_endpoint import Answered, Call, Endpoint, Surface
 from penstock.server.admin_fault import headers_for, problem, status_of
-from penstock.server.admin_gate import Gate, require
-from penstock.server.admin_request import body, identify, parameters
+from penstock.server.admin_gate import Gate
+from penstock.server.admin_request import admit, body, parameters
 from penstock.server.openapi import Other, as_html, document
 from penstock.wire.fault import to_fault
 
@@ -120,8 +120,7 @@ async def _call(surface: Surface, gate: Gate, endpoint: Endpoint, request: Reque
     """Who asks first, then what: a stranger learns nothing from how fields are checked."""
     if not endpoint.needs:
         return Call(surface, gate, NOBODY, {})
-    identity = identify(surface, request)
-    require(identity, endpoint.needs)
+    identity = admit(surface, request, endpoint.needs)
     query = parameters(request, endpoint.query)
     return Call(
         surface, gate, identity, request.path_params, query, await body(request, endpoint.body)
@@ -182,7 +181,7 @@ def _guarded(surface: Surface, route: Route) -> Route:
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         answer: ASGIApp = inner
         try:
-            require(identify(surface, Request(scope, receive)), MONITOR)
+            admit(surface, Request(scope, receive), MONITOR)
         except PenstockError as error:
             answer = _refusal(error)
         await answer(scope, receive, send)

@@ -146,6 +146,37 @@ async def test_a_token_says_who_does_it(cli: Any, guarded: BrokerProcess) -> Non
     assert with_none.row["error"]["code"] == "access.denied"
 
 
+async def test_the_admin_token_signs_as_admin(cli: Any, tmp_path: Path) -> None:
+    """T9, T10: over the wire as over HTTP, and whoever is turned away stands in the log."""
+    shown, log = "the-admin-token-of-this-test", tmp_path / "broker.log"
+    with (
+        log.open("wb") as written,
+        BrokerProcess(tmp_path / "served", log=written).start(auth__admin_token=shown) as running,
+    ):
+        desk = Desk(cli, running)
+        assert desk("topic", "list").row["error"]["code"] == "access.unauthenticated"
+        desk = Desk(cli, running, shown)
+        desk.ok("topic", "create", TOPIC)
+        desk.ok("dlq", "dead-letter", "--id", "x", "--consumer", "billing", "--topic", TOPIC, "--payload", "p", *WHY)  # fmt: skip
+        desk.ok("topic", "delete", TOPIC, "--confirm", "DELETE")
+        records = desk.rest("/api/admin/audit/events", shown)["items"]
+    assert {record["actor"] for record in records} == {"admin"}
+    assert [record["operation"] for record in records] == ["dlq.dead-letter", "topic.delete"]
+    (line,) = [text for text in log.read_text().splitlines() if "client refused" in text]
+    assert "a token is needed" in line
+    assert "127.0.0.1:" in line
+
+
+async def test_a_tenant_replays_from_the_command_line(cli: Any, guarded: BrokerProcess) -> None:
+    """T10, Y3: the token is enough; nobody need name its tenant."""
+    async with penstock.connect(guarded.url(), client__token=token("reader")) as bus:
+        await bus.publish(TOPIC, {"number": 7})
+    env = {"PENSTOCK_URL": guarded.url(), "PENSTOCK_CLIENT_TOKEN": token("reader")}
+    result = cli("replay", TOPIC, "--json", env=env)
+    assert result.code == 0, result
+    assert result.row["value"] == {"number": 7}
+
+
 async def test_sessions_and_tenants(cli: Any, guarded: BrokerProcess) -> None:
     """T4, T11: what the admin API shows, each tenant its own."""
     desk = Desk(cli, guarded, token("reader"))

@@ -1,0 +1,218 @@
+"""Who a caller is to a running broker: whose replays, whose signature, and who is turned away (rows T9, T10)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+import penstock
+from penstock.core.catalogue import Route
+from penstock.engines.request import QueryAudit
+from penstock.model.errors import AccessDenied
+from penstock.model.settings import Auth
+from penstock.server.auth import Doorkeeper
+from penstock.server.daemon import Daemon
+from penstock.server.log_quota import LINES_PER_S
+from penstock.testing.broker_process import broker_inside
+
+SECRET = "a secret of this test, as long as it has to be"
+ADMIN_TOKEN = "the admin token of this test"
+TOPIC = "orders.created.v1.acme"
+SCHEMES = {"tcp": "penstock", "zmq": "penstock+zmq"}
+
+
+class Guarded:
+    """A broker that asks for tokens, inside the test."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self.daemon = daemon
+
+    def connect(self, token: str, transport: str = "tcp", **flags: Any) -> penstock.Bus:
+        url = f"{SCHEMES[transport]}://127.0.0.1:{self.daemon.ports[transport]}"
+        return penstock.connect(url, client__token=token, **flags)
+
+    async def get(self, path: str, token: str) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        where = f"http://127.0.0.1:{self.daemon.ports['http']}{path}"
+        async with httpx.AsyncClient(headers=headers, trust_env=False, timeout=20) as client:
+            return await client.get(where)
+
+
+@pytest_asyncio.fixture
+async def guarded(tmp_path: Path) -> AsyncIterator[Guarded]:
+    auth = {"auth.jwt_secret": SECRET, "auth.admin_token": ADMIN_TOKEN}
+    here = {f"server.{name}": "127.0.0.1:0" for name in ("zmq", "http")}
+    daemon = broker_inside(tmp_path, {**auth, **here})
+    await daemon.start()
+    yield Guarded(daemon)
+    await daemon.stop()
+
+
+def token(*roles: str, tenant: str = "acme", secret: str = SECRET, age_s: float = 0.0) -> str:
+    keeper = Doorkeeper(Auth(jwt_secret=secret), lambda: time.time() - age_s)
+    return keeper.issue(tenant, "ann", roles, 600)
+
+
+# -- replay --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", [{}, {"identity__tenant": "acme"}], ids=["unnamed", "named"])
+@pytest.mark.parametrize("transport", SCHEMES)
+async def test_a_tenant_replays_its_own_topic(
+    guarded: Guarded, transport: str, flags: dict[str, str]
+) -> None:
+    """T10: whoever names no tenant replays for that of its token, and for no other."""
+    async with guarded.connect(token("reader"), transport, **flags) as bus:
+        await bus.publish(TOPIC, {"number": 1})
+        assert [event.value() async for event in bus.replay(TOPIC)] == [{"number": 1}]
+        with pytest.raises(AccessDenied):
+            await anext(aiter(bus.replay("orders.created.v1.other")))
+
+
+async def test_a_replay_counts_for_the_tenant_of_the_token(
+    guarded: Guarded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """T11: the limits of replays are those of whoever replays; an admin names the tenant it means."""
+    admission = guarded.daemon.engine.admission
+    counted: list[str] = []
+    admit = admission.admit_replay
+
+    def noted(tenant: str, now_s: float) -> Any:
+        counted.append(tenant)
+        return admit(tenant, now_s)
+
+    monkeypatch.setattr(admission, "admit_replay", noted)
+    for shown, flags in (
+        (token("reader"), {}),
+        (token("admin"), {}),
+        (ADMIN_TOKEN, {}),
+        (ADMIN_TOKEN, {"identity__tenant": "acme"}),
+    ):
+        async with guarded.connect(shown, **flags) as bus:
+            await bus.publish(TOPIC, b"x")
+            assert [event async for event in bus.replay(TOPIC)]
+    assert counted == ["acme", "acme", "default", "acme"]
+
+
+async def test_a_replay_needs_a_reader(guarded: Guarded) -> None:
+    """T10: the tenant alone opens publishing and consuming; looking back needs a role."""
+    async with guarded.connect(token("monitor")) as bus:
+        await bus.publish(TOPIC, b"x")
+        with pytest.raises(AccessDenied, match="role 'reader'"):
+            await anext(aiter(bus.replay(TOPIC)))
+
+
+# -- who signs -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shown", "flags", "actor"),
+    [
+        (ADMIN_TOKEN, {}, "admin"),
+        (ADMIN_TOKEN, {"identity__subject": "bob"}, "bob"),
+        (token("admin"), {}, "ann"),
+        (token("operator"), {"identity__subject": "bob"}, "ann"),
+    ],
+    ids=["admin-token", "admin-token-and-name", "admin", "operator"],
+)
+@pytest.mark.parametrize("transport", SCHEMES)
+async def test_the_token_signs_every_change(
+    guarded: Guarded, transport: str, shown: str, flags: dict[str, str], actor: str
+) -> None:
+    """T9, T10: a default subject is no claim, so the wire records whom REST records."""
+    async with guarded.connect(shown, transport, **flags) as bus:
+        async with bus.subscribe(TOPIC, group="billing"):
+            await bus.publish(TOPIC, b"x")
+        letter = await bus.dead_letters.dead_letter(
+            "x1", consumer="billing", topic=TOPIC, payload=b"p", reason="test"
+        )
+        await bus.dead_letters.purge([letter.id], reason="test", confirm="PURGE")
+        await bus.routes.put(Route(TOPIC, "printing", tenant="acme"))
+        await bus.routes.disable(TOPIC, "printing")
+        await bus.routes.remove(TOPIC, "printing")
+        await bus.groups.reset("billing", "latest")
+        await bus.topics.delete(TOPIC)
+    found = await guarded.daemon.engine.ask(QueryAudit())
+    assert {record.actor for record in found} == {actor}
+    kinds = {record.operation.partition(".")[0] for record in found}
+    assert kinds == {"dlq", "route", "group", "topic"}
+
+
+# -- who is turned away --------------------------------------------------------------------------
+
+BAD_TOKENS = {
+    "missing": ("", "a token is needed"),
+    "malformed": ("geheim-geheim", "malformed"),
+    "forged": (token("admin", secret="x" * 40), "not signed with this broker's"),
+    "expired": (token("admin", age_s=3_600.0), "has expired"),
+}
+
+
+def refusals(caplog: pytest.LogCaptureFixture) -> list[Any]:
+    return [each for each in caplog.records if each.getMessage() == "client refused"]
+
+
+@pytest.mark.parametrize("transport", [*SCHEMES, "http", "metrics"])
+@pytest.mark.parametrize("name", BAD_TOKENS)
+async def test_a_refused_token_stands_in_the_log(
+    guarded: Guarded, caplog: pytest.LogCaptureFixture, transport: str, name: str
+) -> None:
+    """T10: one line with the peer and the reason, and never the token."""
+    shown, reason = BAD_TOKENS[name]
+    if transport in SCHEMES:
+        with pytest.raises(AccessDenied):
+            await guarded.connect(shown, transport).open()
+    else:
+        path = "/metrics" if transport == "metrics" else "/api/admin/topics"
+        assert (await guarded.get(path, shown)).status_code == 401
+    (line,) = refusals(caplog)
+    assert line.levelno == logging.WARNING
+    assert reason in line.reason
+    assert line.peer.startswith("127.0.0.1:")
+    assert not shown or shown not in str(vars(line))
+
+
+async def test_a_denied_token_stands_in_the_log(
+    guarded: Guarded, caplog: pytest.LogCaptureFixture
+) -> None:
+    """T10: one of another tenant at the greeting, one without the role at the HTTP gate."""
+    with pytest.raises(AccessDenied):
+        await guarded.connect(token("reader"), identity__tenant="other").open()
+    assert (await guarded.get("/metrics", token("reader"))).status_code == 403
+    wrong_tenant, wrong_role = refusals(caplog)
+    assert "cannot speak for 'other'" in wrong_tenant.reason
+    assert "role 'monitor'" in wrong_role.reason
+
+
+async def test_guessing_does_not_fill_the_log(
+    guarded: Guarded, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """T10: so many lines a second for each door, and the guesses at one hide none at the other."""
+    quota = guarded.daemon.broker.refusals
+    monkeypatch.setattr(quota, "_now", lambda: quota._since_s)
+    for _ in range(LINES_PER_S + 3):
+        with contextlib.suppress(AccessDenied):
+            await guarded.connect("guess").open()
+    assert len(refusals(caplog)) == LINES_PER_S
+    await guarded.get("/api/admin/topics", "guess")
+    assert len(refusals(caplog)) == LINES_PER_S + 1
+
+
+async def test_a_long_tenant_makes_no_long_line(
+    guarded: Guarded, caplog: pytest.LogCaptureFixture
+) -> None:
+    """T10: what a stranger calls itself is cut before it is written down."""
+    async with asyncio.timeout(20):
+        with pytest.raises(AccessDenied):
+            await guarded.connect(token("reader"), identity=penstock.Identity("t" * 100_000)).open()
+    (line,) = refusals(caplog)
+    assert len(line.reason) < 1_000
