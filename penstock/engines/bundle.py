@@ -74,7 +74,7 @@ class Bundle:
         self, number: int, draft: Draft, admitted: list[tuple[Draft, int]]
     ) -> list[Piece]:
         engine, intake = self._engine, self._engine.intake
-        if draft.topic not in engine.state.topics:
+        if not engine.topics.ready(draft.topic):
             await engine.topics.ensure(draft.topic)
         size = await intake.prepare(draft)
         intake.admit(draft, size)

@@ -41,7 +41,7 @@ class Intake:
 
     async def publish(self, draft: Draft) -> Receipt:
         """Store events; durable when it returns."""
-        if draft.topic not in self._engine.state.topics:
+        if not self._engine.topics.ready(draft.topic):
             await self._engine.topics.ensure(draft.topic)
         size = await self.prepare(draft)
         self.admit(draft, size)

@@ -16,34 +16,50 @@ if TYPE_CHECKING:
     from penstock.engines.embedded import EmbeddedEngine
 
 
+class _Queue:
+    """Those who wait for a topic to be made, the first of whom makes it."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.length = 0
+
+
 class Topics:
     """Makes and forgets topics."""
 
     def __init__(self, engine: EmbeddedEngine) -> None:
         self._engine = engine
-        self._making: dict[str, asyncio.Future[None]] = {}
+        self._making: dict[str, _Queue] = {}
+
+    def ready(self, topic: str) -> bool:
+        """Whether a topic is there, and nobody waits for it: who comes now would overtake them."""
+        return topic in self._engine.state.topics and topic not in self._making
 
     async def ensure(self, topic: str, spec: TopicSpec | None = None) -> None:
-        """Make a topic on first use."""
-        if topic in self._engine.state.topics:
+        """Make a topic on first use; all who wait for that go on in the order they came."""
+        if self.ready(topic):
             return
-        if spec is None and not self._engine.settings.topics.auto_create and not is_system(topic):
+        absent = topic not in self._engine.state.topics
+        auto = self._engine.settings.topics.auto_create or is_system(topic)
+        if absent and spec is None and not auto:
             raise UnknownTopic(
                 f"no topic {topic!r}, and topics.auto_create is off; create it first", topic=topic
             )
-        while (others := self._making.get(topic)) is not None:
-            await asyncio.shield(others)
-            if topic in self._engine.state.topics:
-                return  # else whoever made it was cancelled or refused: it is our turn
-        making = self._making[topic] = asyncio.get_running_loop().create_future()
         chosen = spec or TopicSpec(
             partitions=1 if is_system(topic) else self._engine.settings.topics.partitions
         )
+        queue = self._making.setdefault(topic, _Queue())
+        queue.length += 1
         try:
-            await self._engine.intake.submit([], when_taken=lambda _: self._make(topic, chosen))
+            async with queue.lock:
+                if topic not in self._engine.state.topics:  # or whoever was to make it gave up
+                    await self._engine.intake.submit(
+                        [], when_taken=lambda _: self._make(topic, chosen)
+                    )
         finally:
-            del self._making[topic]
-            making.set_result(None)
+            queue.length -= 1
+            if not queue.length:
+                del self._making[topic]
 
     def _make(self, topic: str, spec: TopicSpec) -> list[Entry]:
         if topic in self._engine.state.topics:
