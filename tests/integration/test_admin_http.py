@@ -378,6 +378,33 @@ async def test_dead_letters_by_hand(site: Site) -> None:
         error_of(await client.get(f"{DLQ}/replay"), 404, "notfound.dead-letter")
 
 
+async def test_dead_letters_by_hand_follow_the_rules_of_the_command_line(site: Site) -> None:
+    """T8, T10: no record is written over, a reason says something, names can be named again."""
+    path = f"{DLQ}/dead-letter"
+    body = {"id": "x", "consumer": "billing", "topic": SHARED, "reason": "r", "payload": "one"}
+    async with site.client() as client:
+        done(await client.post(path, json=body))
+        error_of(await client.post(path, json=body | {"payload": "two"}), 409, "refused.exists")
+        assert done(await client.get(f"{DLQ}/x@billing"))["value"] == "one"
+        for field, texts in {
+            "id": ("", " ", "a,b", "x\ny", "x" * 301, "x" * 4_000),
+            "consumer": ("", "no such", "a,b", "_own", "g" * 129),
+            "reason": ("", "  ", "\n"),
+        }.items():
+            for text in texts:
+                answer = await client.post(path, json=body | {"id": "y", field: text})
+                error = error_of(answer, 400, "invalid")
+                assert field in str(error["data"].get("field", error["message"])), (text, error)
+        long_offset = body | {"id": f"{SHARED}/0/{'9' * 4_000}", "payload": None}
+        error_of(await client.post(path, json=long_offset), 400, "invalid")
+        for verb, how in (("purge", {"confirm": "PURGE"}), ("replay", {"confirm": "REPLAY", "target_consumer": "billing", "target_topic": SHARED})):  # fmt: skip
+            blank = {"ids": ["x@billing"], "reason": "  ", **how}
+            error = error_of(await client.post(f"{DLQ}/{verb}", json=blank), 400, "invalid")
+            assert "the reason is empty" in error["message"]
+    assert [letter.id for letter in await site.bus.dead_letters.list()] == ["x@billing"]
+    assert len(await site.bus.audit.query()) == 1
+
+
 async def test_a_large_payload_is_left_out(site: Site) -> None:
     big = b"x" * ((1 << 20) + 1)
     await site.bus.dead_letters.dead_letter(
