@@ -714,6 +714,22 @@ async def test_a_tenant_touches_its_own(guarded: Site) -> None:
     assert [each["operation"] for each in seen] == ["dlq.purge", "group.reset", "group.delete", "topic.delete"]  # fmt: skip
 
 
+async def test_schedules_are_audited_under_the_callers_name(guarded: Site) -> None:
+    """T9, T10: put and remove, and only to the tenant of the topic."""
+    path, body = "/api/admin/schedules/tick", {"topic": ACME, "every": "90s", "value": 1}
+    async with guarded.client(guarded.token("operator")) as client:
+        error_of(await client.put(path, json=body | {"actor": "eve"}), 403, "access.denied")
+        done(await client.put(path, json=body))
+        done(await client.delete(path))
+        seen = done(await client.get("/api/admin/audit/events"))["items"]
+    subjects = {each["actor"] for each in seen}
+    assert [each["operation"] for each in seen] == ["schedule.put", "schedule.remove"]
+    assert len(subjects) == 1
+    assert not subjects & {"", "local", "eve"}
+    async with guarded.client(guarded.token("reader", tenant="other")) as client:
+        assert done(await client.get("/api/admin/audit/events"))["items"] == []
+
+
 async def test_another_tenants_audit_is_not_shown(guarded: Site) -> None:
     (theirs,) = await guarded.dead(OTHER)
     await guarded.bus.dead_letters.purge([theirs], actor="bob", reason="secret", confirm="PURGE")

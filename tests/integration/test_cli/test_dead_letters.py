@@ -239,6 +239,24 @@ async def test_a_group_with_a_strange_name_keeps_its_dead_letters(cli) -> None:
     assert ended.row["done"] == 1
 
 
+def test_a_list_that_was_cut_says_so(cli) -> None:
+    """T8, T10: as the admin API says `more`; and with replayed ones a column tells which are which."""
+    words = ["--consumer", "billing", "--topic", "orders", "--payload", "p", *AUDITED]
+    cli.ok("topic", "create", "orders")
+    for id in ("a", "b", "c"):
+        cli.ok("dlq", "dead-letter", "--id", id, *words)
+    for form in ((), ("--json",)):
+        cut = cli.ok("dlq", "list", "--limit", "2", *form)
+        assert len(cut.text.splitlines()) == (2 if form else 3), "a heading, and two rows"
+        assert "there are more: go on with --offset 2" in cut.stderr
+        for whole in (["--limit", "3"], ["--limit", "2", "--offset", "2"], []):
+            assert cli.ok("dlq", "list", *whole, *form).stderr == ""
+    assert "status" not in cli.ok("dlq", "list").text
+    heading, *rows = cli.ok("dlq", "list", "--everything").text.splitlines()
+    assert heading.endswith("status")
+    assert [row.split()[-1] for row in rows] == ["dead"] * 3
+
+
 async def test_audit_knows_who_did_what(cli):
     """T9: query by message, actor and time; verify; export."""
     ids = await kill(cli, [b"1", b"2"])
