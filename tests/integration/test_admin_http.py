@@ -711,7 +711,9 @@ async def test_a_tenant_touches_its_own(guarded: Site) -> None:
     assert [each.id for each in await guarded.bus.dead_letters.list()] == [theirs]
     assert (await guarded.bus.dead_letters.inspect(theirs)).payload == b'{"number":0}'
     assert {each.actor for each in await guarded.bus.audit.query()} == {"ann", "local"}
-    assert [each["operation"] for each in seen] == ["dlq.purge", "group.reset", "group.delete", "topic.delete"]  # fmt: skip
+    assert [each["operation"] for each in seen] == [
+        "dlq.purge", "schedule.put", "schedule.remove", "group.reset", "group.delete", "topic.delete",
+    ]  # fmt: skip
 
 
 async def test_schedules_are_audited_under_the_callers_name(guarded: Site) -> None:
