@@ -274,10 +274,10 @@ class Schedules(Desk):
         payload = codecs.get(name).encode(value)
         every_us = None if every is None else parse_every(every)
         return await self._bus.ask(
-            ask.PutSchedule(id, topic, payload, name, headers or {}, cron, every_us)
+            ask.PutSchedule(id, topic, payload, name, headers or {}, cron, every_us, self._actor)
         )
 
     async def remove(self, id: str) -> None:
         """Stop publishing a recurring event."""
         self._bus.need("schedules")
-        await self._bus.ask(ask.RemoveSchedule(id))
+        await self._bus.ask(ask.RemoveSchedule(id, self._actor))

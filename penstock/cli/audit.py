@@ -14,7 +14,7 @@ from penstock.cli.when import MOMENT
 if TYPE_CHECKING:
     import penstock
 
-COLUMNS = ["sequence", "at_us", "actor", "operation", "targets", "reason"]
+COLUMNS = ["sequence", "at_us", "actor", "operation", "targets", "result", "reason"]
 
 
 @click.group("audit", cls=Noun)
@@ -35,7 +35,16 @@ def query(invocation: Invocation, /, **selection: Any) -> None:
     async def work(bus: penstock.Bus) -> list[Any]:
         return list(await bus.audit.query(**selection))
 
-    output.show_rows(invocation, map(output.plain, look(invocation, work)), COLUMNS)
+    rows = [output.plain(record) for record in look(invocation, work)]
+    if not invocation.json:
+        rows = [row | {"result": _outcome(row["result"])} for row in rows]
+    output.show_rows(invocation, rows, COLUMNS)
+
+
+def _outcome(result: dict[str, Any]) -> str:
+    """How it ended, in a word or two: a refused attempt must not look like a success."""
+    words = (result.get("status") or "done", result.get("code"))
+    return " ".join(str(word) for word in words if word)
 
 
 @command.command("verify")

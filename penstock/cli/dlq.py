@@ -97,12 +97,17 @@ def _detail(letter: Any) -> dict[str, Any]:
 @page_options(limit=100)
 @click.pass_obj
 def list_(invocation: Invocation, /, **selection: Any) -> None:
-    """List dead letters."""
+    """List dead letters, newest first; says on stderr when there are more."""
+    limit, offset = selection["limit"], selection["offset"]
 
     async def work(bus: penstock.Bus) -> list[Any]:
-        return list(await bus.dead_letters.list(**selection))
+        return list(await bus.dead_letters.list(**selection | {"limit": limit + 1}))
 
-    output.show_rows(invocation, map(output.plain, look(invocation, work)), COLUMNS)
+    found = look(invocation, work)
+    columns = [*COLUMNS, "status"] if selection["everything"] else COLUMNS
+    output.show_rows(invocation, map(output.plain, found[:limit]), columns)
+    if len(found) > limit:
+        output.note(f"there are more: go on with --offset {offset + limit}, or raise --limit")
 
 
 @command.command("inspect")

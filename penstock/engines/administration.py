@@ -5,23 +5,20 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from penstock.core.admission import ADMITTED
+from penstock.core.audit import State
 from penstock.core.entry import (
-    Audited,
     Entry,
-    RecurringGone,
-    RecurringPut,
     TopicGone,
     TopicPut,
     TopicSpec,
 )
-from penstock.core.schedule import Definition
 from penstock.core.takeup import ledgers as owed
 from penstock.engines import request as ask
 from penstock.engines.deadletters import newest_letters
 from penstock.engines.engine import Request
+from penstock.engines.operator_rules import check_actor
+from penstock.engines.standing_orders import StandingOrders
 from penstock.engines.views import (
     GroupInfo,
     LaneInfo,
@@ -53,6 +50,7 @@ class Administration:
 
     def __init__(self, engine: EmbeddedEngine) -> None:
         self._engine = engine
+        orders = StandingOrders(engine)
         self._answers: dict[type[Request], Callable[[Any], Awaitable[Any]]] = {
             ask.ListTopics: self._list_topics,
             ask.DescribeTopic: self._describe_topic,
@@ -73,14 +71,14 @@ class Administration:
             ask.QueryAudit: self._query_audit,
             ask.VerifyAudit: self._verify_audit,
             ask.ExportAudit: self._export_audit,
-            ask.ListRoutes: self._list_routes,
-            ask.PutRoute: self._put_route,
-            ask.RemoveRoute: self._remove_route,
-            ask.SwitchRoute: self._switch_route,
-            ask.ResolveRoute: self._resolve_route,
-            ask.ListSchedules: self._list_schedules,
-            ask.PutSchedule: self._put_schedule,
-            ask.RemoveSchedule: self._remove_schedule,
+            ask.ListRoutes: orders.list_routes,
+            ask.PutRoute: orders.put_route,
+            ask.RemoveRoute: orders.remove_route,
+            ask.SwitchRoute: orders.switch_route,
+            ask.ResolveRoute: orders.resolve_route,
+            ask.ListSchedules: orders.list_schedules,
+            ask.PutSchedule: orders.put_schedule,
+            ask.RemoveSchedule: orders.remove_schedule,
             ask.Pressure: self._pressure,
         }
 
@@ -90,26 +88,14 @@ class Administration:
         if handler is None:
             name = type(request).__name__
             raise Unsupported(f"this engine does not know {name}", request=name)
+        check_actor(getattr(request, "actor", None) or "")
         return await handler(request)
-
-    def _audited(
-        self,
-        actor: str,
-        operation: str,
-        target: str,
-        prior: dict[str, Any],
-        result: dict[str, Any],
-        reason: str = "",
-    ) -> Audited:
-        return Audited(
-            self._engine.runtime.wall_us(), actor, operation, [target], reason, prior, result
-        )
 
     async def _refused(
         self, error: PenstockError, actor: str, operation: str, target: str
     ) -> PenstockError:
         """A forbidden attempt goes into the audit chain before it is refused (row X5)."""
-        entry = self._audited(
+        entry = self._engine.audit.entry(
             actor, operation, target, {}, {"status": "refused", "code": error.code}
         )
         await self._engine.intake.write_entries([entry])
@@ -161,7 +147,7 @@ class Administration:
         except WriteOnce as error:
             raise await self._refused(error, request.actor, "topic.configure", topic) from None
         prior, result = _plain(old), _plain(new)
-        audit = self._audited(request.actor, "topic.configure", topic, prior, result)
+        audit = self._engine.audit.entry(request.actor, "topic.configure", topic, prior, result)
 
         def entries(_: Any) -> list[Entry]:
             engine.state.topics[topic] = new
@@ -181,7 +167,7 @@ class Administration:
                 topic=topic,
             )
             raise await self._refused(error, request.actor, "topic.delete", topic)
-        audit = self._audited(
+        audit = self._engine.audit.entry(
             request.actor, "topic.delete", topic, _plain(spec), {"status": "deleted"}
         )
 
@@ -236,8 +222,8 @@ class Administration:
 
     async def _reset_group(self, request: ask.ResetGroup) -> GroupInfo:
         before = self._group_info(request.group)
-        prior = {f"{lane.topic}/{lane.partition}": lane.cursor for lane in before.lanes}
-        audit = self._audited(
+        prior: State = {f"{lane.topic}/{lane.partition}": lane.cursor for lane in before.lanes}
+        audit = self._engine.audit.entry(
             request.actor, "group.reset", request.group, prior, {"to": request.to}
         )
         await self._engine.groups.reset(request.group, request.to, request.topic, [audit])
@@ -247,9 +233,9 @@ class Administration:
         spec = self._engine.groups.known(request.group).spec
         extra: list[Entry] = []
         if not spec.ephemeral:
-            prior = {"mode": spec.mode, "patterns": " ".join(spec.patterns)}
+            prior: State = {"mode": spec.mode, "patterns": " ".join(spec.patterns)}
             extra = [
-                self._audited(
+                self._engine.audit.entry(
                     request.actor, "group.delete", request.group, prior, {"status": "deleted"}
                 )
             ]
@@ -307,67 +293,6 @@ class Administration:
         target.make_dir("")
         at_us = engine.runtime.wall_us()
         return await engine.runtime.read(lambda: engine.audit.log.export(target, at_us=at_us))
-
-    # -- routes and schedules ------------------------------------------------------------------
-
-    async def _list_routes(self, request: ask.ListRoutes) -> Any:
-        return list(self._engine.routes)
-
-    async def _put_route(self, request: ask.PutRoute) -> None:
-        self._engine.routes.put(request.route)
-        await self._routes_changed(
-            request.actor, "route.put", request.route.pattern, request.route.destination
-        )
-
-    async def _remove_route(self, request: ask.RemoveRoute) -> None:
-        self._engine.routes.remove(request.pattern, request.destination)
-        await self._routes_changed(
-            request.actor, "route.remove", request.pattern, request.destination
-        )
-
-    async def _switch_route(self, request: ask.SwitchRoute) -> None:
-        routes = self._engine.routes
-        switch = routes.enable if request.enabled else routes.disable
-        switch(request.pattern, request.destination)
-        word = "route.enable" if request.enabled else "route.disable"
-        await self._routes_changed(request.actor, word, request.pattern, request.destination)
-
-    async def _routes_changed(
-        self, actor: str, operation: str, pattern: str, destination: str
-    ) -> None:
-        engine = self._engine
-        await engine.save_routes()
-        target = f"{pattern} -> {destination}"
-        audit = self._audited(actor, operation, target, {}, {"version": engine.routes.version})
-        await engine.intake.submit(
-            [], when_taken=lambda _: [*engine.groups.routes_changed(), audit]
-        )
-
-    async def _resolve_route(self, request: ask.ResolveRoute) -> Any:
-        check_topic(request.topic)
-        tenant = request.tenant or self._engine.topics.tenant_for(request.topic)
-        return self._engine.routes.resolve(request.topic, tenant)
-
-    async def _list_schedules(self, request: ask.ListSchedules) -> list[Definition]:
-        return self._engine.state.schedule.recurring.definitions()
-
-    async def _put_schedule(self, request: ask.PutSchedule) -> Definition:
-        engine = self._engine
-        check_topic(request.topic)
-        wanted = Definition(
-            id=request.id, topic=request.topic, payload=request.payload, codec=request.codec,
-            headers=request.headers, cron=request.cron, every_us=request.every_us,
-        )  # fmt: skip
-        definition = engine.state.schedule.recurring.put(wanted, engine.runtime.wall_us())
-        await engine.intake.write_entries(
-            [RecurringPut(request.id, msgspec.msgpack.encode(definition))]
-        )
-        engine.timekeeper.wake()
-        return definition
-
-    async def _remove_schedule(self, request: ask.RemoveSchedule) -> None:
-        self._engine.state.schedule.recurring.get(request.id)
-        await self._engine.intake.write_entries([RecurringGone(request.id)])
 
     async def _pressure(self, request: ask.Pressure) -> dict[str, Any]:
         engine = self._engine

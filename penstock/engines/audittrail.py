@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from penstock.core.audit import AuditEntry
+from penstock.core.audit import AuditEntry, State
 from penstock.core.entry import Audited
 from penstock.engines.pending import Submission
 from penstock.log.auditlog import AuditLog
@@ -34,6 +34,19 @@ class AuditTrail:
         self._turn = asyncio.Lock()
         self._waiting: set[asyncio.Task[None]] = set()
         self._failed = False
+
+    def entry(
+        self,
+        actor: str,
+        operation: str,
+        target: str,
+        prior: State,
+        result: State,
+        reason: str = "",
+    ) -> Audited:
+        """What goes into the journal together with the action itself."""
+        at_us = self._engine.runtime.wall_us()
+        return Audited(at_us, actor, operation, [target], reason, prior, result)
 
     def committed(self, submissions: Sequence[Submission], end: int) -> None:
         """A commit that ends at `end` is durable: chain the actions in it."""

@@ -16,10 +16,17 @@ from penstock.core.entry import Acked, Audited, Dead, DeadPurged, DeadReplayed, 
 from penstock.core.lease import Doomed
 from penstock.core.state import DeadLetter
 from penstock.engines.engine import Draft
+from penstock.engines.operator_rules import (
+    check_consumer,
+    check_count,
+    check_id,
+    confirmed,
+    signed,
+)
 from penstock.engines.request import ListDead
 from penstock.model.batch import EventBatch
 from penstock.model.errors import (
-    ConfirmationNeeded,
+    AlreadyExists,
     InvalidInput,
     OffsetExpired,
     PenstockError,
@@ -37,7 +44,6 @@ if TYPE_CHECKING:
 
 # Doomed events buried in one journal entry.
 BURY_CHUNK = 256
-MAX_IDS = 1_000  # in one request: each is a commit of its own, so this takes a second or two
 QUARANTINE = -1  # offset of a dead letter that was never an event of the log
 
 
@@ -218,8 +224,8 @@ class Graveyard:
         confirm: str,
     ) -> Outcome:
         """Give dead letters back to the consumer they failed at, each with a fresh budget."""
-        _confirmed("REPLAY", confirm, actor, reason)
-        _check_count(ids)
+        reason = confirmed("REPLAY", confirm, actor, reason)
+        check_count(ids)
         outcome = Outcome(len(ids))
         for id in ids:
             try:
@@ -280,8 +286,8 @@ class Graveyard:
 
     async def purge(self, ids: Sequence[str], actor: str, reason: str, confirm: str) -> Outcome:
         """Take dead letters out of the view; the log keeps the events."""
-        _confirmed("PURGE", confirm, actor, reason)
-        _check_count(ids)
+        reason = confirmed("PURGE", confirm, actor, reason)
+        check_count(ids)
         outcome = Outcome(len(ids))
         for id in ids:
             try:
@@ -298,36 +304,61 @@ class Graveyard:
         self, id: str, consumer: str, topic: str, payload: bytes | None, actor: str, reason: str
     ) -> DeadLetter:
         """Put a message among the dead letters by hand: an event of the log, or a payload given."""
-        _named(actor, reason)
+        reason = signed(actor, reason)
         check_topic(topic)
+        check_id(id)
+        if consumer not in self._engine.state.groups:
+            check_consumer(consumer)
         event = await self._event_of(id, topic, payload)
-        draft = self._draft(consumer, event, 0, reason)
-        letter_id = f"{event.token}@{consumer}" if payload is None else f"{id}@{consumer}"
-        at_us = self._engine.runtime.wall_us()
         offset = event.offset if payload is None else QUARANTINE
-        group = self._engine.dispatcher.groups.get(consumer) if payload is None else None
+        name = f"{event.token if payload is None else id}@{consumer}"
+        with self._alone(name):
+            self._check_free(name)
+            await self._quarantine(name, consumer, event, offset, actor, reason)
+        return self.find(name)
+
+    def _check_free(self, id: str) -> None:
+        """A record is evidence: nobody writes over one, they purge it and say why."""
+        letter = self._engine.state.dead.get(id)
+        if letter is not None:
+            state = "dead already" if letter.status == "dead" else "there already, and was replayed"
+            raise AlreadyExists(
+                f"{id} is {state}; it was kept as it was. `penstock dlq inspect` shows it; purge it "
+                "first to make it anew",
+                id=id,
+                status=letter.status,
+            )
+
+    async def _quarantine(
+        self, id: str, consumer: str, event: Event, offset: int, actor: str, reason: str
+    ) -> None:
+        at_us, topic = self._engine.runtime.wall_us(), event.topic
+        group = self._engine.dispatcher.groups.get(consumer) if offset != QUARANTINE else None
         lane = group.lanes.get((topic, event.partition)) if group is not None else None
         if lane is not None and offset >= lane.cursor:
             raise InvalidInput(
-                f"{id} was not delivered to {consumer!r} yet, so it cannot be taken away from it; "
-                "nothing was changed",
+                f"{topic}/{event.partition}/{offset} was not delivered to {consumer!r} yet, so it "
+                "cannot be taken away from it; nothing was changed",
                 id=id,
             )
 
         def entries(receipts: list[Receipt]) -> list[Entry]:
+            status = None  # never an event of that group
             if group is not None and lane is not None:
+                held = any(run.holds(lane, offset) for run in group.unsettled())
+                status = "unsettled" if held else "settled"
                 intervention.withdraw(group, lane, offset)
-            dead = Dead(letter_id, consumer, topic, event.partition, offset, event.tenant, 0, reason,
+            dead = Dead(id, consumer, topic, event.partition, offset, event.tenant, 0, reason,
                         at_us, receipts[0].offset)  # fmt: skip
-            audit = Audited(at_us, actor, "dlq.dead-letter", [letter_id], reason, {"status": None},
+            audit = Audited(at_us, actor, "dlq.dead-letter", [id], reason, {"status": status},
                             {"status": "dead", "consumer": consumer, "topic": topic})  # fmt: skip
             return [dead, audit]
 
+        draft = self._draft(consumer, event, 0, reason)
         await self._engine.intake.submit([draft], when_taken=entries)
         self.buried(event.tenant, topic)
         if group is not None:
             self._engine.dispatcher.touched(group)  # its key may go on
-        return self.find(letter_id)
 
     async def _event_of(self, id: str, topic: str, payload: bytes | None) -> Event:
         if payload is not None:
@@ -351,33 +382,3 @@ class Graveyard:
                  "consumer": letter.consumer, "topic": letter.topic}  # fmt: skip
         return Audited(self._engine.runtime.wall_us(), actor, operation, [letter.id], reason,
                        prior, {"status": status})  # fmt: skip
-
-
-def _named(actor: str, reason: str) -> None:
-    if not actor or not reason:
-        raise InvalidInput(
-            "an operator's action needs an actor and a reason for the audit trail; nothing was "
-            "changed. Only a token tells a broker who the actor is",
-            actor=actor,
-            reason=reason,
-        )
-
-
-def _check_count(ids: Sequence[str]) -> None:
-    if len(ids) > MAX_IDS:
-        raise InvalidInput(
-            f"{len(ids)} ids in one request, and {MAX_IDS} are allowed; nothing was changed. Ask "
-            "several times",
-            ids=len(ids),
-            limit=MAX_IDS,
-        )
-
-
-def _confirmed(word: str, confirm: str, actor: str, reason: str) -> None:
-    _named(actor, reason)
-    if confirm != word:
-        raise ConfirmationNeeded(
-            f"this needs the word {word} and got {confirm!r}; nothing was changed. Repeat with "
-            f"confirm={word!r}, on the command line --confirm {word}",
-            wanted=word,
-        )

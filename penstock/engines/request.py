@@ -204,12 +204,14 @@ class PutSchedule(Request, frozen=True):
     headers: dict[str, str] = {}
     cron: str | None = None
     every_us: int | None = None
+    actor: str = ""
 
 
 class RemoveSchedule(Request, frozen=True):
     """Drop a recurring event."""
 
     id: str
+    actor: str = ""
 
 
 class ListSessions(Request, frozen=True):

@@ -12,12 +12,14 @@ from penstock.engines import request as ask
 from penstock.model.codec import codecs
 from penstock.model.errors import InvalidInput
 from penstock.server.admin_endpoint import (
+    Actor,
     Body,
     Call,
     Deleted,
     Endpoint,
     Page,
     Paging,
+    Query,
     Text,
     page,
 )
@@ -36,6 +38,13 @@ class SchedulePut(Body, frozen=True):
     base64: Annotated[bytes | None, Meta(description="The payload as it is.")] = None
     codec: Annotated[str | None, Meta(description="media.codec, or raw for base64.")] = None
     headers: dict[str, str] = {}
+    actor: Actor = None
+
+
+class Removing(Query, frozen=True):
+    """Who removes it."""
+
+    actor: Actor = None
 
 
 class ScheduleView(msgspec.Struct, frozen=True):
@@ -78,14 +87,15 @@ async def put(call: Call) -> ScheduleView:
         codecs.get(codec)  # one that consumers can decode
     every_us = None if body.every is None else parse_every(body.every)
     request = ask.PutSchedule(
-        call.path["id"], body.topic, payload, codec, dict(body.headers), body.cron, every_us
-    )
+        call.path["id"], body.topic, payload, codec, dict(body.headers), body.cron, every_us,
+        body.actor or "",
+    )  # fmt: skip
     return view(await call.ask(request))
 
 
 async def remove(call: Call) -> Deleted:
     """It is not published any more."""
-    await call.ask(ask.RemoveSchedule(call.path["id"]))
+    await call.ask(ask.RemoveSchedule(call.path["id"], call.query.actor or ""))
     return Deleted(call.path["id"])
 
 
@@ -95,5 +105,5 @@ ENDPOINTS = (
     Endpoint("PUT", f"{PATH}/{{id:path}}", "Publish something again and again.", put, ScheduleView,
              ask.PutSchedule, body=SchedulePut),
     Endpoint("DELETE", f"{PATH}/{{id:path}}", "Remove a recurring event.", remove, Deleted,
-             ask.RemoveSchedule),
+             ask.RemoveSchedule, query=Removing),
 )  # fmt: skip

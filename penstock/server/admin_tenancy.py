@@ -71,6 +71,11 @@ class Tenancy:
             case "dlq":
                 topic = record.prior.get("topic") or record.result.get("topic")
                 return self.topic(str(topic)) or any(map(self.letter_id, record.targets))
+            case "schedule":
+                topics = [
+                    each["topic"] for each in (record.prior, record.result) if "topic" in each
+                ]
+                return bool(topics) and all(self.topic(str(topic)) for topic in topics)
             case "group":
                 places = [place.rpartition("/")[0] for place in record.prior if "/" in place]
                 patterns = str(record.prior.get("patterns") or "").split()

@@ -15,6 +15,7 @@ import numpy as np
 from penstock.core.entry import GroupSpec
 from penstock.engines.embedded import EmbeddedEngine
 from penstock.engines.engine import Draft, Request
+from penstock.engines.operator_rules import MAX_NAME_CHARACTERS
 from penstock.engines.request import ExportAudit, PutSchedule
 from penstock.model.batch import EventBatch, check_columns
 from penstock.model.errors import AccessDenied, InvalidBatch, InvalidHeaders, InvalidInput
@@ -30,7 +31,6 @@ from penstock.wire.message import DraftMeta, Hello, Subscribe
 REPLY_PREFIX = "_inbox."
 MODES = ("queue", "log")
 ORDERS = ("any", "key", "single")
-MAX_NAME_CHARACTERS = 128  # of a client, group or member: they stand in every lease of the journal
 MAX_CODEC_BYTES = 255  # a batch has one byte for its length
 MAX_PATTERNS = 1_024  # of one client or group: each is a place in the routing tree
 MAX_LADDER_STEPS = 1_000  # as many as there can be attempts

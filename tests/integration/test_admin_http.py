@@ -378,6 +378,33 @@ async def test_dead_letters_by_hand(site: Site) -> None:
         error_of(await client.get(f"{DLQ}/replay"), 404, "notfound.dead-letter")
 
 
+async def test_dead_letters_by_hand_follow_the_rules_of_the_command_line(site: Site) -> None:
+    """T8, T10: no record is written over, a reason says something, names can be named again."""
+    path = f"{DLQ}/dead-letter"
+    body = {"id": "x", "consumer": "billing", "topic": SHARED, "reason": "r", "payload": "one"}
+    async with site.client() as client:
+        done(await client.post(path, json=body))
+        error_of(await client.post(path, json=body | {"payload": "two"}), 409, "refused.exists")
+        assert done(await client.get(f"{DLQ}/x@billing"))["value"] == "one"
+        for field, texts in {
+            "id": ("", " ", "a,b", "x\ny", "x" * 301, "x" * 4_000),
+            "consumer": ("", "no such", "a,b", "_own", "g" * 129),
+            "reason": ("", "  ", "\n"),
+        }.items():
+            for text in texts:
+                answer = await client.post(path, json=body | {"id": "y", field: text})
+                error = error_of(answer, 400, "invalid")
+                assert field in str(error["data"].get("field", error["message"])), (text, error)
+        long_offset = body | {"id": f"{SHARED}/0/{'9' * 4_000}", "payload": None}
+        error_of(await client.post(path, json=long_offset), 400, "invalid")
+        for verb, how in (("purge", {"confirm": "PURGE"}), ("replay", {"confirm": "REPLAY", "target_consumer": "billing", "target_topic": SHARED})):  # fmt: skip
+            blank = {"ids": ["x@billing"], "reason": "  ", **how}
+            error = error_of(await client.post(f"{DLQ}/{verb}", json=blank), 400, "invalid")
+            assert "the reason is empty" in error["message"]
+    assert [letter.id for letter in await site.bus.dead_letters.list()] == ["x@billing"]
+    assert len(await site.bus.audit.query()) == 1
+
+
 async def test_a_large_payload_is_left_out(site: Site) -> None:
     big = b"x" * ((1 << 20) + 1)
     await site.bus.dead_letters.dead_letter(
@@ -684,7 +711,25 @@ async def test_a_tenant_touches_its_own(guarded: Site) -> None:
     assert [each.id for each in await guarded.bus.dead_letters.list()] == [theirs]
     assert (await guarded.bus.dead_letters.inspect(theirs)).payload == b'{"number":0}'
     assert {each.actor for each in await guarded.bus.audit.query()} == {"ann", "local"}
-    assert [each["operation"] for each in seen] == ["dlq.purge", "group.reset", "group.delete", "topic.delete"]  # fmt: skip
+    assert [each["operation"] for each in seen] == [
+        "dlq.purge", "schedule.put", "schedule.remove", "group.reset", "group.delete", "topic.delete",
+    ]  # fmt: skip
+
+
+async def test_schedules_are_audited_under_the_callers_name(guarded: Site) -> None:
+    """T9, T10: put and remove, and only to the tenant of the topic."""
+    path, body = "/api/admin/schedules/tick", {"topic": ACME, "every": "90s", "value": 1}
+    async with guarded.client(guarded.token("operator")) as client:
+        error_of(await client.put(path, json=body | {"actor": "eve"}), 403, "access.denied")
+        done(await client.put(path, json=body))
+        done(await client.delete(path))
+        seen = done(await client.get("/api/admin/audit/events"))["items"]
+    subjects = {each["actor"] for each in seen}
+    assert [each["operation"] for each in seen] == ["schedule.put", "schedule.remove"]
+    assert len(subjects) == 1
+    assert not subjects & {"", "local", "eve"}
+    async with guarded.client(guarded.token("reader", tenant="other")) as client:
+        assert done(await client.get("/api/admin/audit/events"))["items"] == []
 
 
 async def test_another_tenants_audit_is_not_shown(guarded: Site) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import penstock
 
 
@@ -115,6 +117,59 @@ def test_route_life(cli):
     assert cli("route", "remove", "orders.*.v1", "billing").code == 3
     assert cli("route", "add", "orders.#x", "d").code == 2
     assert cli("route", "add", "orders.#", "d", "--type", "carrier-pigeon").code == 2
+
+
+def test_routes_and_schedules_are_audited_with_what_was_before(cli) -> None:
+    """T9: who changed what, from what, to what."""
+    cli.ok("route", "add", "orders.#", "archive", "--priority", "1")
+    cli.ok("route", "add", "orders.#", "archive", "--priority", "2")
+    cli.ok("route", "disable", "orders.#", "archive")
+    cli.ok("route", "remove", "orders.#", "archive")
+    cli.ok("schedule", "add", "tick", "clock.tick", "x", "--every", "5m")
+    cli.ok("schedule", "add", "tick", "clock.tock", "xy", "--cron", "0 9 * * *", "--header", "a=b")
+    cli.ok("schedule", "remove", "tick")
+    assert cli("schedule", "remove", "tick").code == 3
+    records = cli.ok("audit", "query", "--json").rows
+    assert all(each["actor"] == "local" for each in records)
+    routes = [each for each in records if each["operation"].startswith("route.")]
+    assert [each["operation"] for each in routes] == [
+        "route.put", "route.put", "route.disable", "route.remove",
+    ]  # fmt: skip
+    route = {"type": "fanout", "priority": 1, "enabled": "True", "tenant": None}
+    states = [{"status": None}, route, route | {"priority": 2}]
+    states += [route | {"priority": 2, "enabled": "False"}, {"status": "removed"}]
+    assert [each["prior"] for each in routes] == states[:-1]
+    afters = [state | {"version": at} for at, state in enumerate(states)]
+    assert [each["result"] for each in routes] == afters[1:]
+    schedules = [each for each in records if each["operation"].startswith("schedule.")]
+    assert [each["operation"] for each in schedules] == ["schedule.put"] * 2 + ["schedule.remove"]
+    assert all(each["targets"] == ["tick"] for each in schedules)
+    made, changed, removed = schedules
+    assert made["prior"] == {"status": None}
+    assert (made["result"]["topic"], made["result"]["every_us"]) == ("clock.tick", 300_000_000)
+    assert made["result"]["payload_sha256"] == hashlib.sha256(b"x").hexdigest()
+    assert changed["prior"] == made["result"]
+    assert (changed["result"]["cron"], changed["result"]["headers"]) == ("0 9 * * *", '{"a":"b"}')
+    assert (removed["prior"], removed["result"]) == (changed["result"], {"status": "removed"})
+    assert cli.ok("audit", "verify", "--json").row["ok"] is True
+
+
+def test_a_schedule_that_no_audit_record_could_hold_is_refused(cli) -> None:
+    """T9: an id has a bound, because it stands in the chain."""
+    result = cli("schedule", "add", "x" * 301, "clock.tick", "x", "--every", "5m", "--json")
+    assert (result.code, result.row["error"]["code"]) == (2, "invalid")
+
+
+def test_a_refused_operation_does_not_look_like_a_success(cli) -> None:
+    """T9, X5: the text of the audit trail has a column for how it ended."""
+    cli.ok("topic", "create", "ledger", "--write-once")
+    cli.ok("topic", "create", "scrap")
+    cli.ok("topic", "delete", "scrap", "--confirm", "DELETE")
+    assert cli("topic", "delete", "ledger", "--confirm", "DELETE").code == 4
+    heading, done, refused = cli.ok("audit", "query").text.splitlines()
+    assert "result" in heading.split()
+    assert "deleted" in done
+    assert "refused refused.write-once" in refused
 
 
 def test_schedule_life(cli):

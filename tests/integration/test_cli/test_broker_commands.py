@@ -96,9 +96,10 @@ async def test_a_walk_through_the_desks(cli: Any, broker: BrokerProcess) -> None
     assert shown == [newest, second, oldest]
     by = ("--actor", "bob", *WHY)
     desk.ok("dlq", "purge", "--ids", newest, *by, "--confirm", "PURGE")
-    handmade = ("--id", "x", "--consumer", "billing", "--topic", "orders", "--payload", "p")
-    desk.ok("dlq", "dead-letter", *handmade, *by)
-    desk.ok("dlq", "dead-letter", *handmade, *WHY)
+    handmade = ("--consumer", "billing", "--topic", "orders", "--payload", "p")
+    desk.ok("dlq", "dead-letter", "--id", "x", *handmade, *by)
+    assert desk("dlq", "dead-letter", "--id", "x", *handmade, *by).code == 4, "it is there already"
+    desk.ok("dlq", "dead-letter", "--id", "y", *handmade, *WHY)
     many = desk(
         "dlq", "purge", *by, "--confirm", "PURGE", "--ids", ",".join(map(str, range(1_001)))
     )

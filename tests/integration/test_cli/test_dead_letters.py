@@ -165,6 +165,98 @@ async def test_dead_letter_by_hand(cli):
         )
 
 
+async def test_a_dead_letter_is_never_written_over(cli) -> None:
+    """T8, T9: what is among the dead stays as it was, and the audit trail knows what was before."""
+    (first,) = await kill(cli, [b"1"])
+    words = ["--consumer", "billing", "--topic", "orders", "--actor", "ann"]
+    cli.ok("dlq", "dead-letter", "--id", "mail-7", *words, "--payload", "one", "--reason", "first")
+    for message in (["--id", "mail-7", "--payload", "two"], ["--id", "orders/0/0"]):
+        result = cli("dlq", "dead-letter", *message, *words, "--reason", "second", "--json")
+        assert result.code == 4
+        assert result.row["error"]["code"] == "refused.exists"
+    kept = cli.ok("dlq", "inspect", "--id", "mail-7@billing", "--json").row
+    assert (kept["value"], kept["reason"]) == ("one", "first")
+    assert cli.ok("dlq", "inspect", "--id", first, "--json").row["reason"] == "cannot be billed"
+    target = ["--target-consumer", "billing", "--target-topic", "orders", "--confirm", "REPLAY"]
+    cli.ok("dlq", "replay", "--ids", first, *target, *AUDITED)
+    again = cli("dlq", "dead-letter", "--id", "orders/0/0", *words, "--reason", "third")
+    assert again.code == 4
+    assert "replayed" in again.stderr
+    cli.ok("dlq", "purge", "--ids", first, *AUDITED, "--confirm", "PURGE")
+    cli.ok("dlq", "dead-letter", "--id", "orders/0/0", *words, "--reason", "fourth")
+    records = cli.ok("audit", "query", "--operation", "dlq.dead-letter", "--json").rows
+    told = [(record["reason"], record["prior"]["status"]) for record in records]
+    assert told == [("first", None), ("fourth", "unsettled")]
+
+
+async def test_a_reason_says_something(cli) -> None:
+    """T8, T9: white space is no reason, and none of it is kept around one."""
+    (letter,) = await kill(cli, [b"1"])
+    target = ["--target-consumer", "billing", "--target-topic", "orders"]
+    by_hand = ["--id", "x", "--consumer", "billing", "--topic", "orders", "--payload", "p"]
+    for words in (
+        ["purge", "--ids", letter, "--confirm", "PURGE"],
+        ["replay", "--ids", letter, *target, "--confirm", "REPLAY"],
+        ["dead-letter", *by_hand],
+    ):
+        for reason in ("", "   ", " \t\n", "x" * 4_097):
+            result = cli("dlq", *words, "--reason", reason)
+            assert result.code == 2, result
+            assert "the reason " in result.stderr
+    assert cli.ok("audit", "query", "--json").rows == []
+    assert [row["id"] for row in cli.ok("dlq", "list", "--json").rows] == [letter]
+    cli.ok("dlq", "purge", "--ids", letter, "--reason", "  spam ", "--confirm", "PURGE")
+    assert cli.ok("audit", "query", "--json").row["reason"] == "spam"
+
+
+@pytest.mark.parametrize(
+    ("id", "consumer"),
+    [
+        ("", "billing"), (" ", "billing"), (" x", "billing"), ("a,b", "billing"), ("a\nb", "billing"),
+        ("x" * 301, "billing"), ("x", ""), ("x", "no such group"), ("x", "a,b"), ("x", "_own"),
+        ("x", "tab\there"), ("x", "g" * 129),
+    ],
+)  # fmt: skip
+def test_ids_and_consumers_that_nobody_could_name_again_are_refused(cli, id, consumer) -> None:
+    """T8: `--ids` separates by commas, so such a dead letter could never be purged."""
+    words = ["--topic", "orders", "--payload", "p", *AUDITED, "--json"]
+    cli.ok("topic", "create", "orders")
+    result = cli("dlq", "dead-letter", "--id", id, "--consumer", consumer, *words)
+    assert (result.code, result.row["error"]["code"]) == (2, "invalid"), result
+    assert "nothing was stored" in result.text
+    assert len(result.text) < 1_000
+    assert cli.ok("dlq", "list", "--json").rows == []
+
+
+async def test_a_group_with_a_strange_name_keeps_its_dead_letters(cli) -> None:
+    """T8: a group that is there may be named, whatever it is called."""
+    await kill(cli, [b"1"], group="late bills")
+    words = ["--topic", "orders", "--payload", "p", *AUDITED]
+    cli.ok("dlq", "dead-letter", "--id", "x", "--consumer", "late bills", *words)
+    ended = cli.ok(
+        "dlq", "purge", "--ids", "x@late bills", *AUDITED, "--confirm", "PURGE", "--json"
+    )
+    assert ended.row["done"] == 1
+
+
+def test_a_list_that_was_cut_says_so(cli) -> None:
+    """T8, T10: as the admin API says `more`; and with replayed ones a column tells which are which."""
+    words = ["--consumer", "billing", "--topic", "orders", "--payload", "p", *AUDITED]
+    cli.ok("topic", "create", "orders")
+    for id in ("a", "b", "c"):
+        cli.ok("dlq", "dead-letter", "--id", id, *words)
+    for form in ((), ("--json",)):
+        cut = cli.ok("dlq", "list", "--limit", "2", *form)
+        assert len(cut.text.splitlines()) == (2 if form else 3), "a heading, and two rows"
+        assert "there are more: go on with --offset 2" in cut.stderr
+        for whole in (["--limit", "3"], ["--limit", "2", "--offset", "2"], []):
+            assert cli.ok("dlq", "list", *whole, *form).stderr == ""
+    assert "status" not in cli.ok("dlq", "list").text
+    heading, *rows = cli.ok("dlq", "list", "--everything").text.splitlines()
+    assert heading.endswith("status")
+    assert [row.split()[-1] for row in rows] == ["dead"] * 3
+
+
 async def test_audit_knows_who_did_what(cli):
     """T9: query by message, actor and time; verify; export."""
     ids = await kill(cli, [b"1", b"2"])

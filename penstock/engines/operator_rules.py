@@ -1,0 +1,118 @@
+"""Operator rules: what every change by hand must say before anything happens (rows T8, T9).
+
+The command line, the admin API and the wire all end here, so they follow the same rules. What
+passes stands in the journal and in the audit chain for ever; a record too large for the chain would
+stop it, so every text has a bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.model.errors import ConfirmationNeeded, InvalidInput
+
+MAX_IDS = 1_000  # in one request: each is a commit of its own, so this takes a second or two
+MAX_NAME_CHARACTERS = 128  # of a client, group or member: they stand in every lease of the journal
+MAX_ID_CHARACTERS = 300  # of a message: a topic of full length, a partition and an offset fit
+MAX_TEXT_CHARACTERS = 4_096  # of an actor or a reason, as in the admin API
+SHOWN_CHARACTERS = 80  # of a wrong name in its error, so that a hostile one cannot flood a log
+
+
+def check_actor(actor: str) -> None:
+    """Raise InvalidInput when an actor's name does not fit an audit record."""
+    _check_length("actor", actor)
+
+
+def signed(actor: str, reason: str) -> str:
+    """The reason as the audit trail keeps it; raises InvalidInput without an actor or a reason.
+
+    >>> signed("ann", " fixed the bug ")
+    'fixed the bug'
+    """
+    if not actor.strip():
+        raise InvalidInput(
+            "an operator's action needs an actor for the audit trail; nothing was changed. Only a "
+            "token tells a broker who the actor is",
+            field="actor",
+        )
+    reason = reason.strip()
+    if not reason:
+        raise InvalidInput(
+            "the reason is empty, and the audit trail keeps one for every action; nothing was "
+            "changed. Say why in a few words",
+            field="reason",
+        )
+    check_actor(actor)
+    _check_length("reason", reason)
+    return reason
+
+
+def confirmed(word: str, confirm: str, actor: str, reason: str) -> str:
+    """The reason, as `signed` gives it, when the confirmation word was given to the letter."""
+    reason = signed(actor, reason)
+    if confirm != word:
+        raise ConfirmationNeeded(
+            f"this needs the word {word} and got {confirm!r}; nothing was changed. Repeat with "
+            f"confirm={word!r}, on the command line --confirm {word}",
+            wanted=word,
+        )
+    return reason
+
+
+def check_count(ids: Sequence[str]) -> None:
+    """Raise InvalidInput when one request names too many records."""
+    if len(ids) > MAX_IDS:
+        raise InvalidInput(
+            f"{len(ids)} ids in one request, and {MAX_IDS} are allowed; nothing was changed. Ask "
+            "several times",
+            ids=len(ids),
+            limit=MAX_IDS,
+        )
+
+
+def check_id(id: str) -> None:
+    """Raise InvalidInput when no command could name a dead letter of this id again."""
+    # The command line separates ids by commas and strips them.
+    fits = 0 < len(id) <= MAX_ID_CHARACTERS and id.isprintable()
+    if not fits or "," in id or id != id.strip():
+        raise InvalidInput(
+            f"{_shown(id)} is no id for a message: 1 to {MAX_ID_CHARACTERS} printable characters, "
+            "without commas and without spaces around them; nothing was stored. Choose another",
+            field="id",
+        )
+
+
+def check_consumer(name: str) -> None:
+    """Raise InvalidInput when a name that is no group's should not become a consumer's."""
+    fits = 0 < len(name) <= MAX_NAME_CHARACTERS and name.isprintable()
+    if not fits or name.startswith("_") or any(each.isspace() or each == "," for each in name):
+        raise InvalidInput(
+            f"{_shown(name)} is no consumer group, and no name for one: 1 to {MAX_NAME_CHARACTERS} "
+            "printable characters without spaces and commas, not beginning with '_'; nothing was "
+            "stored. `penstock group list` shows the groups",
+            field="consumer",
+        )
+
+
+def check_schedule_id(id: str) -> None:
+    """Raise InvalidInput when the id of a recurring event does not fit an audit record."""
+    if not 0 < len(id) <= MAX_ID_CHARACTERS:
+        raise InvalidInput(
+            f"the id of a schedule has 1 to {MAX_ID_CHARACTERS} characters, not {len(id)}; nothing "
+            "was stored. Choose a shorter one",
+            field="id",
+        )
+
+
+def _check_length(field: str, text: str) -> None:
+    if len(text) > MAX_TEXT_CHARACTERS:
+        raise InvalidInput(
+            f"the {field} has {len(text)} characters, and {MAX_TEXT_CHARACTERS} are allowed; nothing "
+            "was changed. Say it shorter",
+            field=field,
+        )
+
+
+def _shown(text: str) -> str:
+    cut = text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
+    return ascii(cut) if not cut.isprintable() else repr(cut)
