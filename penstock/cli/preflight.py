@@ -10,6 +10,7 @@ import msgspec
 
 from penstock.cli import checkup_folder, checkup_keys, checkup_network
 from penstock.cli.checkup import Check, check_descriptors, check_needed, guarded
+from penstock.log.recovery import ABOUT
 from penstock.model.errors import InvalidSettings
 from penstock.server.ports import addresses
 
@@ -57,5 +58,13 @@ def require(folder: Path, settings: Settings) -> list[Check]:
 
 def examine(folder: Path, settings: Settings) -> Iterator[Check]:
     """Every check, with its finding."""
+    fit = folder.is_dir()
     for name, step in steps(folder, settings):
-        yield from guarded(name, step)
+        found = list(guarded(name, step))
+        yield from found
+        if name in ("folder", "format"):
+            fit = fit and all(check.status != "fail" for check in found)
+    # Last, as in a start, so that the first failure is the one `up` ends with. A start reads the
+    # journal itself: among the steps of `require` it would be read twice.
+    if fit and (folder / ABOUT).exists():
+        yield from guarded("log", partial(checkup_folder.check_log, folder, settings))

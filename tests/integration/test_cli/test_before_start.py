@@ -1,0 +1,54 @@
+"""What `up --check`, `config check` and `doctor` say about a broker that could not start (T16)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ANY = ("--tcp", "127.0.0.1:0", "--zmq", "127.0.0.1:0", "--pub", "127.0.0.1:0", "--http", "127.0.0.1:0")  # fmt: skip
+
+
+def failed(result: Any) -> dict[str, str]:
+    return {row["name"]: row["found"] for row in result.rows if row["status"] == "fail"}
+
+
+@pytest.fixture
+def damaged(cli: Any) -> Path:
+    """A folder whose journal lost bytes that were acknowledged."""
+    for text in ("first", "precious", "last"):
+        cli.ok("publish", "t", text)
+    for journal in (cli.data / "journal").glob("*"):
+        journal.write_bytes(journal.read_bytes().replace(b"precious", bytes(8)))
+    return cli.data
+
+
+def test_check_reads_the_journal_as_a_start_does(cli: Any, damaged: Path, hashes_of: Any) -> None:
+    """T16: `up --check` finds a damaged journal, ends as `up` does, and changes nothing."""
+    before = hashes_of(damaged)
+    result = cli("up", str(damaged), *ANY, "--check", "--json")
+    assert result.code == 6, result
+    assert "damaged" in failed(result)["log"]
+    assert hashes_of(damaged) == before
+    assert cli("up", str(damaged), *ANY).code == 6
+
+
+def test_the_advice_about_a_damaged_journal_can_be_followed(cli: Any, damaged: Path) -> None:
+    """T16: it names what helps, and not `?mode=ro`, which meets the same damage."""
+    result = cli("up", str(damaged), *ANY)
+    assert "mode=ro" not in result.stderr
+    assert "backup" in result.stderr
+    assert "doctor --deep" in result.stderr
+    doctor = cli("doctor", "--deep", "--json")
+    assert [row["status"] for row in doctor.rows if row["name"] == "segments"] == ["ok"]
+
+
+def test_check_finds_a_place_that_takes_no_files(cli: Any) -> None:
+    """T16: /proc looks writable to root, and no folder can be made there."""
+    result = cli("up", "/proc/penstock", *ANY, "--check", "--json")
+    assert result.code == 6, result
+    assert "/proc" in failed(result)["folder"]
+    assert cli("up", "/proc/penstock", *ANY).code == 6
