@@ -169,7 +169,7 @@ class Doorkeeper:
         return str(jwt.encode(claims, self._auth.jwt_secret, algorithm=ALGORITHM))
 
 
-def check_listen(address: str, auth: Auth) -> None:
+def check_listen(address: str, auth: Auth, key: str = "") -> None:
     """Raise InvalidSettings when an address other hosts can reach is configured without a token.
 
     >>> check_listen("127.0.0.1:5558", Auth())
@@ -185,6 +185,7 @@ def check_listen(address: str, auth: Auth) -> None:
             f"{address} can be reached from other hosts, and nobody would have to show a token. Set "
             "auth.jwt_secret or auth.admin_token, or listen on 127.0.0.1",
             address=address,
+            key=key,
         )
 
 

@@ -52,3 +52,31 @@ def test_check_finds_a_place_that_takes_no_files(cli: Any) -> None:
     assert result.code == 6, result
     assert "/proc" in failed(result)["folder"]
     assert cli("up", "/proc/penstock", *ANY).code == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ('[server]\ntcp = "foo"', "server.tcp"),
+        ('[server]\nzmq = "127.0.0.1:99999"', "server.zmq"),
+        ('[server]\nhttp = "0.0.0.0:5558"', "server.http"),
+        ('[server]\ntls_certificate = "missing.pem"', "server.tls_certificate"),
+        ('[server]\ncurve_clients = ["a"]', "server.curve_clients"),
+        ('[auth]\njwt_secret = "short"', "auth.jwt_secret"),
+    ],
+)
+def test_config_check_finds_what_no_broker_starts_with(cli: Any, text: str, key: str) -> None:
+    """T16: a file that passes is one with which `up` starts."""
+    (cli.folder / "broker.toml").write_text(text)
+    result = cli("config", "check", "broker.toml", "--json")
+    assert result.code == 2, result
+    assert [(row["key"], row["source"]) for row in result.rows] == [(key, "file broker.toml")]
+    assert cli("--config", "broker.toml", "up", str(cli.data), "--check").code == 2
+
+
+def test_config_check_passes_on_the_warnings_of_a_start(cli: Any) -> None:
+    """T16: what `up` starts with and warns of is no error."""
+    (cli.folder / "broker.toml").write_text('[auth]\nadmin_token = "short"')
+    result = cli.ok("config", "check", "broker.toml")
+    assert "auth.admin_token has 5 characters" in result.text
+    assert "1 warnings" in result.stderr
