@@ -80,3 +80,51 @@ def test_config_check_passes_on_the_warnings_of_a_start(cli: Any) -> None:
     result = cli.ok("config", "check", "broker.toml")
     assert "auth.admin_token has 5 characters" in result.text
     assert "1 warnings" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "text"),
+    [
+        ("afile", "folder", "is no folder"),
+        ("http://127.0.0.1:1", "url", "no engine serves"),
+        ("nats://x", "url", "later release"),
+        ("penstock://127.0.0.1:notaport", "url", "notaport"),
+        ("penstock://[::1", "url", "is no URL"),
+    ],
+)
+def test_doctor_says_what_a_url_cannot_mean(cli: Any, place: str, name: str, text: str) -> None:
+    """T16: what is no folder and no bus is a failure, in words."""
+    (cli.folder / "afile").write_text("x")
+    result = cli("doctor", place, "--json")
+    assert result.code == 1, result
+    assert text in failed(result)[name]
+
+
+def test_doctor_takes_every_url_that_a_bus_has(cli: Any) -> None:
+    """T16: memory has no folder, and `file:` names one."""
+    cli.ok("publish", "t", "x")
+    found = {row["name"]: row["found"] for row in cli.ok("doctor", "mem:", "--json").rows}
+    assert "keeps nothing on disk" in found["folder"]
+    found = {row["name"]: row["found"] for row in cli.ok("doctor", f"file:{cli.data}", "--json").rows}
+    assert found["folder"] == str(cli.data)
+    assert found["log"].startswith("1 partitions")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--url", "mem:", "up"],
+        ["--url", "penstock://127.0.0.1:1", "up"],
+        ["--url", "./shop?mode=ro", "up"],
+        ["up", "./shop?mode=ro"],
+        ["up", "mem:"],
+        ["up", ""],
+    ],
+    ids=" ".join,
+)
+def test_up_refuses_what_is_no_folder_to_write(cli: Any, words: list[str]) -> None:
+    """T16: a broker never starts on another folder than the one that was named."""
+    result = cli(*words, *ANY, "--check")
+    assert result.code == 2, result
+    assert "folder" in result.stderr
+    assert not list(cli.folder.iterdir())
