@@ -157,7 +157,10 @@ class Doorkeeper:
             )
         if not 0 < ttl_s <= MAX_TTL_S:
             raise InvalidInput(f"a token lives up to {MAX_TTL_S / 86_400:g} days, not {ttl_s} s")
-        identity = _named(tenant, subject, tuple(dict.fromkeys(roles)))
+        try:
+            identity = _named(tenant, subject, tuple(dict.fromkeys(roles)))
+        except AccessDenied as error:  # nobody is at the door yet: whoever makes it mistyped a name
+            raise InvalidInput(error.message, **error.data) from None
         now_s = self._wall_s()
         claims = {
             "tenant": identity.tenant,
