@@ -105,7 +105,9 @@ def test_doctor_takes_every_url_that_a_bus_has(cli: Any) -> None:
     cli.ok("publish", "t", "x")
     found = {row["name"]: row["found"] for row in cli.ok("doctor", "mem:", "--json").rows}
     assert "keeps nothing on disk" in found["folder"]
-    found = {row["name"]: row["found"] for row in cli.ok("doctor", f"file:{cli.data}", "--json").rows}
+    found = {
+        row["name"]: row["found"] for row in cli.ok("doctor", f"file:{cli.data}", "--json").rows
+    }
     assert found["folder"] == str(cli.data)
     assert found["log"].startswith("1 partitions")
 
