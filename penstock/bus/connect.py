@@ -64,7 +64,12 @@ def connect(
 
 
 def _parse(url: str) -> tuple[str, str, dict[str, str]]:
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:  # brackets that do not close
+        raise UnknownScheme(
+            f"{url!r} is no URL: {error}. Use penstock://host:port", url=url
+        ) from None
     options = {name: values[-1] for name, values in parse_qs(parts.query).items()}
     unknown = set(options) - {"mode", "without"}
     if parts.scheme in BROKER:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from penstock.core.schedule import parse_when
+from penstock.core.schedule import no_moment, parse_duration, parse_when
 from penstock.engines.engine import Draft
 from penstock.model.arrow import batch_of_columns
 from penstock.model.codec import codecs, encode_many
-from penstock.model.errors import InvalidBatch, InvalidHeaders, InvalidInput
+from penstock.model.errors import InvalidBatch, InvalidHeaders, InvalidInput, InvalidSchedule
 from penstock.model.event import Identity
 from penstock.model.settings import Settings
 from penstock.model.token import parse_token, token_of_key
@@ -224,16 +225,15 @@ def _as_table(values: Any) -> Any:
 
 def when_us(value: When, now_us: int) -> int:
     """A point in time: a datetime, ISO text, epoch seconds, or how long ago ("2h")."""
-    from penstock.core.schedule import parse_duration
-
     if isinstance(value, str):
-        try:
+        with contextlib.suppress(InvalidSchedule):
             return now_us - parse_duration(value)
-        except InvalidInput:
-            return parse_when(value)
     if isinstance(value, datetime) and value.tzinfo is None:
         value = value.replace(tzinfo=UTC)
-    return parse_when(value)
+    try:
+        return parse_when(value)
+    except InvalidSchedule as error:
+        raise no_moment(value, error) from None
 
 
 def due_us(delay_s: float | None, deliver_at: datetime | str | float | None, now_us: int) -> int:

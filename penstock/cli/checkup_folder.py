@@ -34,10 +34,11 @@ CLOCK_SLACK_US = 1_000_000  # between two machines or after a small correction
 
 
 def check_place(folder: Path) -> Check:
-    """Whether a broker could have its data here; nothing is made or written."""
+    """Whether a broker could have its data here; nothing is left behind."""
     if not folder.exists():
         parent = next(each for each in folder.absolute().parents if each.exists())
         _require_access(parent)
+        _require_room_for_files(parent)
         return Check("folder", "ok", f"{folder} will be made")
     if not folder.is_dir():
         raise NotADataFolder(f"{folder} is no folder. Name another place", path=str(folder))
@@ -52,6 +53,18 @@ def _require_access(folder: Path) -> None:
             "or name another folder; nothing was changed",
             path=str(folder),
         )
+
+
+def _require_room_for_files(folder: Path) -> None:
+    """Some places, such as /proc, look writable and take no file; only trying one tells."""
+    try:
+        tempfile.TemporaryFile(dir=folder).close()  # it never has a name
+    except OSError as error:
+        raise StorageError(
+            f"nothing can be made in {folder}: {error.strerror}. Name a folder on a disk; nothing "
+            "was changed",
+            path=str(folder),
+        ) from None
 
 
 def check_free(folder: Path) -> Check:

@@ -120,8 +120,8 @@ def check_access(settings: Settings) -> Iterator[Check]:
     auth, server = settings.auth, settings.server
     asks = Doorkeeper(auth).asks
     found = addresses(server)
-    for address in found.values():
-        check_listen(str(address), auth)
+    for name, address in found.items():
+        check_listen(str(address), auth, f"server.{name}")
     open_to = [name for name, address in found.items() if not is_loopback(address.host)]
     if "pub" in open_to and not (server.curve_secret_key and server.curve_clients):
         raise InvalidSettings(

@@ -13,6 +13,8 @@ from penstock.cli.invocation import Invocation, Noun
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from penstock.model.loader import Problem
+
 TENANTS = "admission.tenants"
 
 
@@ -27,11 +29,16 @@ def command() -> None:
 def check(invocation: Invocation, file: str | None) -> None:
     """List every problem of FILE, the environment and --set; ends with 2 when one is an error.
 
-    Without FILE the one of --config or PENSTOCK_CONFIG is checked.
+    Without FILE the one of --config or PENSTOCK_CONFIG is checked. Addresses, tokens, certificates
+    and keys are looked at as a broker on this machine would.
     """
     from penstock.model.loader import check as find_problems
 
-    problems = find_problems(file or invocation.config, os.environ, invocation.flags)
+    path = file or invocation.config
+    problems = find_problems(path, os.environ, invocation.flags)
+    if all(problem.severity != "error" for problem in problems):
+        found = _broker_problems(path, invocation.flags)
+        problems = sorted([*problems, *found], key=lambda problem: problem.severity)
     if invocation.json:
         for problem in problems:
             output.print_json(problem)
@@ -42,6 +49,30 @@ def check(invocation: Invocation, file: str | None) -> None:
         raise click.exceptions.Exit(exits.INVALID)
     if not invocation.json:
         output.note(f"the settings are valid, {len(problems)} warnings")
+
+
+def _broker_problems(path: str | None, flags: Mapping[str, Any]) -> Iterator[Problem]:
+    """What each setting allows and a broker could not start with, and what it would warn of."""
+    from penstock.cli.checkup import Check
+    from penstock.cli.preflight import settings_steps
+    from penstock.model.errors import PenstockError
+    from penstock.model.loader import Problem, load
+
+    sources, told = origins(path, os.environ, flags), set[str]()
+    for name, step in settings_steps(load(path, os.environ, flags)):
+        try:
+            result = step()
+            found = [result] if isinstance(result, Check) else list(result)
+        except (PenstockError, OSError) as error:
+            key = getattr(error, "key", "") or name
+            message = error.message if isinstance(error, PenstockError) else str(error)
+            if message not in told:  # an address that is none is met by two of them
+                yield Problem("error", sources.get(key, "default"), key, message)
+            told.add(message)
+            continue
+        for check in found:
+            if check.status == "warn":
+                yield Problem("warning", "settings", check.name, f"{check.found}; {check.advice}")
 
 
 @command.command("show")

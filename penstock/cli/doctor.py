@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock.cli import exits, output
-from penstock.cli.invocation import Invocation, folder_of, leaf
+from penstock.cli.invocation import Invocation, folder_of, is_broker, leaf
 from penstock.cli.when import DURATION
 from penstock.model.errors import InvalidSettings, PenstockError
 
@@ -87,7 +87,7 @@ def _check(invocation: Invocation, deep: bool, bundle: str | None) -> None:
 
 
 def _examine(invocation: Invocation, deep: bool) -> Iterator[Check]:
-    from penstock.cli import checkup, checkup_broker
+    from penstock.cli import checkup, checkup_broker, checkup_folder
     from penstock.cli.checkup import Check, guarded
 
     watch = checkup.ClockWatch()
@@ -102,13 +102,26 @@ def _examine(invocation: Invocation, deep: bool) -> Iterator[Check]:
         yield Check("folder", "ok", str(folder.resolve()))
         yield from _examine_folder(folder, settings, deep)
         yield from guarded("broker", partial(checkup_broker.check_broker, folder))
+    elif folder is not None and folder.exists():
+        yield from guarded("folder", partial(checkup_folder.check_place, folder))
     elif folder is not None:
         yield Check("folder", "warn", f"{folder} does not exist", "the first publish makes it; name another one with --url")  # fmt: skip
-    elif invocation.url.partition(":")[0] in checkup_broker.DEFAULT_PORTS:
-        yield from guarded("broker", partial(checkup_broker.check_remote, invocation.url, settings))
     else:
-        yield Check("folder", "ok", f"{invocation.url} keeps nothing on disk here")
+        yield from guarded("url", partial(_examine_elsewhere, invocation.url, settings))
     yield watch.check()
+
+
+def _examine_elsewhere(url: str, settings: Settings) -> Iterator[Check]:
+    """What lies behind a URL that names no folder."""
+    import penstock
+    from penstock.cli.checkup import Check
+    from penstock.cli.checkup_broker import check_remote
+
+    penstock.connect(url, settings=settings)  # opens nothing, and says what the URL cannot mean
+    if is_broker(url):
+        yield from check_remote(url, settings)
+    else:
+        yield Check("folder", "ok", f"{url} keeps nothing on disk here")
 
 
 def _settings(invocation: Invocation) -> Settings:

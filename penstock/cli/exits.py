@@ -18,7 +18,7 @@ MEANINGS: dict[int, str] = {
     FAILED: "The operation failed, or a check found problems; any error code not named below.",
     INVALID: "Wrong usage or invalid input (`invalid.*`), or a part that is not installed (`missing.*`).",
     NOT_FOUND: "The name or id does not exist (`notfound.*`).",
-    REFUSED: "Understood, and not allowed (`refused.*`): a missing confirmation, write-once data.",
+    REFUSED: "Understood, and not allowed: a missing confirmation, write-once data (`refused.*`), a token that is missing or does not suffice (`access.*`).",
     REJECTED: "A limit was reached (`rejected.*`); try again later.",
     STORAGE: "The data folder or the disk (`storage.*`): locked, damaged, not there.",
     TIMEOUT: "No answer in time (`timeout.*`).",

@@ -50,12 +50,13 @@ class Invocation:
 def folder_of(url: str) -> Path | None:
     """The data folder a URL names; None when it is no path.
 
-    >>> folder_of("./data?mode=ro"), folder_of("mem:")
-    (PosixPath('data'), None)
+    >>> folder_of("./data?mode=ro"), folder_of("file:/data"), folder_of("mem:")
+    (PosixPath('data'), PosixPath('/data'), None)
     """
-    if _SCHEME.match(url):
-        return None
-    return Path(url.partition("?")[0])
+    path = url.partition("?")[0]
+    if path.startswith("file:") and (path[5:7] != "//" or path[7:8] == "/"):
+        return Path(path[5:].removeprefix("//"))
+    return None if _SCHEME.match(url) else Path(path)
 
 
 def is_broker(url: str) -> bool:

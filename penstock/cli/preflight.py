@@ -10,6 +10,7 @@ import msgspec
 
 from penstock.cli import checkup_folder, checkup_keys, checkup_network
 from penstock.cli.checkup import Check, check_descriptors, check_needed, guarded
+from penstock.log.recovery import ABOUT
 from penstock.model.errors import InvalidSettings
 from penstock.server.ports import addresses
 
@@ -25,10 +26,7 @@ if TYPE_CHECKING:
 def steps(folder: Path, settings: Settings) -> Iterator[Step]:
     """The checks in order: what does not depend on the moment first. Nothing is changed by them."""
     yield "needed extras", partial(check_needed, settings)
-    yield "addresses", partial(checkup_network.check_addresses, settings)
-    yield "access", partial(checkup_network.check_access, settings)
-    yield "tls", partial(checkup_keys.check_tls, settings)
-    yield "curve", partial(checkup_keys.check_curve, settings)
+    yield from settings_steps(settings)
     yield "open files", partial(check_descriptors, settings)
     yield "folder", partial(checkup_folder.check_place, folder)
     yield "format", partial(checkup_folder.check_format, folder, may_be_new=True)
@@ -37,6 +35,14 @@ def steps(folder: Path, settings: Settings) -> Iterator[Step]:
     with contextlib.suppress(InvalidSettings):  # the check of the addresses has said so
         for name, address in addresses(settings.server).items():
             yield f"port {name}", partial(checkup_network.check_port, name, address)
+
+
+def settings_steps(settings: Settings) -> Iterator[Step]:
+    """Those that look at nothing but the settings and the files they name."""
+    yield "addresses", partial(checkup_network.check_addresses, settings)
+    yield "access", partial(checkup_network.check_access, settings)
+    yield "tls", partial(checkup_keys.check_tls, settings)
+    yield "curve", partial(checkup_keys.check_curve, settings)
 
 
 def _check_space(folder: Path, settings: Settings) -> Check:
@@ -57,5 +63,13 @@ def require(folder: Path, settings: Settings) -> list[Check]:
 
 def examine(folder: Path, settings: Settings) -> Iterator[Check]:
     """Every check, with its finding."""
+    fit = folder.is_dir()
     for name, step in steps(folder, settings):
-        yield from guarded(name, step)
+        found = list(guarded(name, step))
+        yield from found
+        if name in ("folder", "format"):
+            fit = fit and all(check.status != "fail" for check in found)
+    # Last, as in a start, so that the first failure is the one `up` ends with. A start reads the
+    # journal itself: among the steps of `require` it would be read twice.
+    if fit and (folder / ABOUT).exists():
+        yield from guarded("log", partial(checkup_folder.check_log, folder, settings))

@@ -57,14 +57,21 @@ def command(
 
 
 def _folder(invocation: Invocation, place: str | None) -> Path:
-    """FOLDER, or the folder of --url, or the default."""
-    if place is not None:
-        found = folder_of(place)
-        if found is None:
-            raise click.UsageError(f"{place} is no folder: a broker keeps its data on this machine")
-        return found
-    named = folder_of(invocation.url)
-    return Path(DEFAULT_URL) if named is None else named
+    """FOLDER, or the folder of --url, which is ./data where nobody said otherwise."""
+    url = invocation.url if place is None else place
+    named = "" if place is not None else " (from --url or PENSTOCK_URL)"
+    found = folder_of(url)
+    if found is None or not url:
+        raise click.UsageError(
+            f"{url!r}{named} is no folder, and a broker keeps its data in one on this machine. Name "
+            f"it: penstock up {DEFAULT_URL}"
+        )
+    options = url.partition("?")[2]
+    if options not in ("", "mode=rw"):
+        raise click.UsageError(
+            f"{url!r}{named}: a broker writes its folder, so '?{options}' cannot hold. Leave it out"
+        )
+    return found
 
 
 def _load(invocation: Invocation) -> Settings:

@@ -33,14 +33,18 @@ def parse_moment(text: str) -> datetime:
     >>> parse_moment("2026-01-01T00:00:00Z")
     datetime.datetime(2026, 1, 1, 0, 0, tzinfo=datetime.timezone.utc)
     """
-    from penstock.core.schedule import parse_duration, parse_when
+    from penstock.core.schedule import no_moment, parse_duration, parse_when
+    from penstock.model.errors import InvalidSchedule
 
     number = _number(text)
-    if number is not None:
-        return _EPOCH + timedelta(microseconds=parse_when(number))
-    if text[:4].isdecimal() and text[4:5] == "-":
-        return _EPOCH + timedelta(microseconds=parse_when(text))
-    return datetime.now(UTC) - timedelta(microseconds=parse_duration(text))
+    try:
+        if number is not None:
+            return _EPOCH + timedelta(microseconds=parse_when(number))
+        if text[:4].isdecimal() and text[4:5] == "-":
+            return _EPOCH + timedelta(microseconds=parse_when(text))
+        return datetime.now(UTC) - timedelta(microseconds=parse_duration(text))
+    except InvalidSchedule as error:
+        raise no_moment(text, error) from None
 
 
 def _number(text: str) -> float | None:

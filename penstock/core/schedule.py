@@ -123,6 +123,15 @@ def _invalid(value: object, why: str) -> InvalidSchedule:
     )
 
 
+def no_moment(value: object, error: InvalidSchedule) -> InvalidSchedule:
+    """What somebody hears who asks for a time that is none; nothing is scheduled there."""
+    return InvalidSchedule(
+        f"{value!r} names no moment. Give a time with its zone, such as 2026-01-31T09:00:00Z, epoch "
+        "seconds, or how long ago, such as 2h",
+        **error.data,
+    )
+
+
 class Delayed:
     """Stored events that wait for their time; each is known by its offset in the log.
 

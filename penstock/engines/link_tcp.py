@@ -106,7 +106,7 @@ class TcpLink(asyncio.BufferedProtocol):
                     raise ConnectionResetError("it closed the connection at once")
         except (OSError, TimeoutError) as error:
             self.close()
-            advice = "Start it with `penstock up`, or look at the address"
+            advice = "Start it with `penstock up`, or look at the address: it is that of server.tcp"
             if self._tls is not None and isinstance(error, ConnectionResetError):
                 # Since TLS 1.3 a client that lacks a certificate hears of it after its handshake,
                 # and mostly as no more than an end.
@@ -167,7 +167,8 @@ class TcpLink(asyncio.BufferedProtocol):
             except PenstockError as error:
                 self._broken(error)
         if self._reader.broken is not None:
-            self._broken(self._reader.broken)
+            # What breaks the very first message is not too long: it is no message of ours.
+            self._broken(self._reader.broken if self._opening is None else self._no_broker())
 
     def eof_received(self) -> bool:
         """The broker will send no more."""
@@ -196,7 +197,7 @@ class TcpLink(asyncio.BufferedProtocol):
             return
         command, body = message
         if command != NEGOTIATE:
-            raise ProtocolViolation("the broker did not answer the negotiation")
+            raise self._no_broker()
         choice = chosen(body)
         self._compressor = COMPRESSORS.index(choice.compressor)
         self._reader.limit_bytes = self._accepts_bytes
@@ -204,6 +205,15 @@ class TcpLink(asyncio.BufferedProtocol):
         self._opening = None
         if not opening.done():
             opening.set_result(choice)
+
+    def _no_broker(self) -> ProtocolViolation:
+        return ProtocolViolation(
+            f"what answers at {self.host}:{self.port} does not speak the broker's protocol. Name the "
+            "port of server.tcp, not that of HTTP or ZeroMQ: `penstock up` prints them, and they "
+            "stand in ports.json; with TLS the URL begins with penstocks://",
+            host=self.host,
+            port=self.port,
+        )
 
     def _broken(self, error: PenstockError) -> None:
         transport, opening = self._transport, self._opening

@@ -289,7 +289,8 @@ class Recovery:
     def _hole(self, path: str, position: int) -> Corrupted:
         return Corrupted(
             f"{path} is damaged at position {position}, and what follows was acknowledged. Nothing "
-            "was deleted. Restore the file from a copy; what lies before can be read with '?mode=ro'",
+            "was deleted. Restore the file from a backup; `penstock doctor --deep` says whether the "
+            "sealed files, which have the older events, are whole",
             path=path,
             position=position,
         )

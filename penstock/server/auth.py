@@ -158,7 +158,10 @@ class Doorkeeper:
             )
         if not 0 < ttl_s <= MAX_TTL_S:
             raise InvalidInput(f"a token lives up to {MAX_TTL_S / 86_400:g} days, not {ttl_s} s")
-        identity = _named(tenant, subject, tuple(dict.fromkeys(roles)))
+        try:
+            identity = _named(tenant, subject, tuple(dict.fromkeys(roles)))
+        except AccessDenied as error:  # nobody is at the door yet: whoever makes it mistyped a name
+            raise InvalidInput(error.message, **error.data) from None
         now_s = self._wall_s()
         claims = {
             "tenant": identity.tenant,
@@ -170,7 +173,7 @@ class Doorkeeper:
         return str(jwt.encode(claims, self._auth.jwt_secret, algorithm=ALGORITHM))
 
 
-def check_listen(address: str, auth: Auth) -> None:
+def check_listen(address: str, auth: Auth, key: str = "") -> None:
     """Raise InvalidSettings when an address other hosts can reach is configured without a token.
 
     >>> check_listen("127.0.0.1:5558", Auth())
@@ -186,6 +189,7 @@ def check_listen(address: str, auth: Auth) -> None:
             f"{address} can be reached from other hosts, and nobody would have to show a token. Set "
             "auth.jwt_secret or auth.admin_token, or listen on 127.0.0.1",
             address=address,
+            key=key,
         )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+import penstock
 from penstock.engines import link_tcp
 from penstock.engines.link_tcp import TcpLink as ClientLink
 from penstock.engines.link_tcp import client_tls
@@ -288,6 +289,33 @@ async def test_a_broker_of_another_version(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(WrongProtocolVersion):
         await harness.client()
     await harness.stop()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\xff\0\0\0\0\0\0\0\x01\x7f", b"\x15\x03\x03\0\x02\x02\x46"],
+    ids=["HTTP", "ZeroMQ", "TLS"],
+)  # fmt: skip
+async def test_a_port_of_something_else_is_named(answer: bytes) -> None:
+    """T16: what answers and is no broker's TCP port is recognised at once."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(100)
+        writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(ProtocolViolation, match=r"port of server\.tcp"):
+            await soon(penstock.connect(f"penstock://127.0.0.1:{port}").open(), 5)
+
+
+async def test_a_port_that_says_nothing_is_told_from_one_that_is_closed() -> None:
+    """T16: an HTTP server waits for the end of a line; the error says that the port may be wrong."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"penstock://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(BrokerUnreachable, match="a port that is not the broker's"):
+            await penstock.connect(url, client__deadline_s=0.3).open()
 
 
 async def test_a_full_broker_says_so(harness: Harness) -> None:

@@ -230,7 +230,7 @@ def test_no_token_breaks_the_door(token):
 def test_names_can_stand_in_topics_and_logs(tenant, subject):
     with pytest.raises(AccessDenied):
         Doorkeeper(Auth()).identify("", tenant, subject, loopback=True)
-    with pytest.raises(AccessDenied):
+    with pytest.raises(InvalidInput):
         keeper().issue(tenant, subject, ["reader"], 60)
 
 

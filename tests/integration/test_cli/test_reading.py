@@ -8,7 +8,11 @@ import subprocess
 import time
 from datetime import UTC, datetime
 
+import pytest
+
 import penstock
+from penstock.bus.publishing import when_us
+from penstock.model.errors import InvalidSchedule
 
 
 def test_tail_follows_a_writer_in_another_process(cli, wait):
@@ -154,3 +158,16 @@ async def test_every_looking_command_works_beside_a_writer(cli):
         ):  # fmt: skip
             result = cli(*words, "--json")
             assert (result.code, result.row["error"]["code"]) == (6, "storage.locked"), words
+
+
+@pytest.mark.parametrize("text", ["yesterday", "2026-01-31", "99999999999999"])
+def test_a_time_that_is_none_is_told_which_are(cli, text):
+    """T16: somebody who only asks hears which times there are, and nothing of scheduling."""
+    cli.ok("publish", "t", "x")
+    for words in (["audit", "query", "--start", text], ["replay", "t", "--since", text]):
+        result = cli(*words)
+        assert result.code == 2, result
+        assert "how long ago, such as 2h" in result.stderr
+        assert "scheduled" not in result.stderr
+    with pytest.raises(InvalidSchedule, match="how long ago, such as 2h"):
+        when_us(float(text) if text.isdecimal() else text, 0)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.cli.app import COMMANDS, root
-from penstock.cli.exits import MEANINGS, exit_code
+from penstock.cli.exits import _BY_FAMILY, MEANINGS, exit_code
 from penstock.cli.reference import reference
 from penstock.model import errors
 
@@ -70,6 +70,21 @@ def shared(tmp_path_factory, make_cli):
         (["replay", "a..b"], 2),
         (["replay", "orders", "--since", "yesterday"], 2),
         (["replay", "orders", "--format", "{payload.__class__}"], 2),
+        (
+            [
+                "--set",
+                f"auth.jwt_secret={'x' * 32}",
+                "token",
+                "create",
+                "--tenant",
+                "",
+                "--subject",
+                "a",
+                "--role",
+                "admin",
+            ],
+            2,
+        ),
         (["topic", "info", "nosuch"], 3),
         (["replay", "nosuch"], 3),
         (["group", "info", "nosuch"], 3),
@@ -104,6 +119,12 @@ def test_every_error_code_has_a_documented_exit_code():
     for kind in _all_errors(errors.PenstockError):
         assert exit_code(kind.code) in MEANINGS
         assert exit_code(kind.code) != 0
+
+
+def test_the_meaning_of_an_exit_code_names_its_families():
+    """T16: a script that gets 4 finds both refused.* and access.* in the table."""
+    for family, code in _BY_FAMILY.items():
+        assert f"`{family}.*`" in MEANINGS[code]
 
 
 def test_an_error_for_people_goes_to_stderr(cli):
