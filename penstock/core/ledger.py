@@ -24,8 +24,6 @@ class Open(NamedTuple):
     """Attempts that count against the budget."""
     delay_ms: int
     """What is left to wait before the next one."""
-    member: str = ""
-    """Who holds them; snapshots do not say."""
 
 
 class Ledger:
@@ -46,12 +44,12 @@ class Ledger:
         self._starts: list[int] = []
         self._runs: list[Open] = []
 
-    def leased(self, start: int, count: int, attempt: int, member: str = "") -> None:
+    def leased(self, start: int, count: int, attempt: int) -> None:
         """Events were handed out; events skipped on the way (held back by key or priority) stay open."""
         if start > self.high:
             self._put(Open(self.high, start, 0, 0))
         self.high = max(self.high, start + count)
-        self._put(Open(start, start + count, attempt, 0, member))
+        self._put(Open(start, start + count, attempt, 0))
 
     def acked(self, start: int, count: int) -> None:
         """Events are settled."""
@@ -107,14 +105,14 @@ class Ledger:
         """The ledger as plain numbers, for a snapshot."""
         numbers = [self.high]
         for run in self._runs:
-            numbers += (run.start, run.stop, run.made, run.delay_ms)
+            numbers += run
         return numbers
 
     @classmethod
     def load(cls, numbers: list[int]) -> Ledger:
         """The opposite of `dump`."""
         ledger = cls(numbers[0])
-        ledger._runs = [Open._make([*numbers[at : at + 4], ""]) for at in range(1, len(numbers), 4)]
+        ledger._runs = [Open(*numbers[at : at + 4]) for at in range(1, len(numbers), 4)]
         ledger._starts = [run.start for run in ledger._runs]
         return ledger
 

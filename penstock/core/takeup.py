@@ -1,20 +1,17 @@
 """Taking up: the delivery machine of a group before and after its process died.
 
 `ledgers` says what a machine owes, `restore` builds one that owes the same, `adopt` gives a holder
-that came back what it held, `disown` ends the wait for what it does not hold, and `release` for all
-others. They are part of the machine (penstock.core.delivery) and use its inner parts.
+that came back what it held, and `release` ends the wait for all others. They are part of the machine (penstock.core.delivery) and use
+its inner parts.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
 
 from penstock.core.delivery import MAX_LEASE_EVENTS, QueueGroup
 from penstock.core.lease import OUT, RETURNED, Lane, Lease, Member, Run
 from penstock.core.ledger import AT_ONCE_MS, Ledger
-
-WITHOUT = "its consumer came back without it"
 
 
 def ledgers(group: QueueGroup, now: float) -> dict[tuple[str, int], Ledger]:
@@ -45,8 +42,7 @@ def restore(
     lane = group.lane(topic, partition, cursor=ledger.high, end=max(end, ledger.high))
     for run in ledger.open():
         if hold_s and run.made and not run.delay_ms and group._gate is None:
-            held = Run(lane, run.start, run.stop - run.start, run.made - 1)
-            _park(group, held, run.member, now + hold_s)
+            _park(group, Run(lane, run.start, run.stop - run.start, run.made - 1), now + hold_s)
             continue
         if group.spec.retry.exhausted(run.made):
             for offset in range(run.start, run.stop):
@@ -62,15 +58,13 @@ def restore(
     return lane
 
 
-def _park(group: QueueGroup, run: Run, holder: str, until: float) -> None:
-    absent = Member(holder, 0)
-    absent.leases = group._absent.leases  # all that wait for their holders are in one place
+def _park(group: QueueGroup, run: Run, until: float) -> None:
     for start in range(run.start, run.start + run.count, MAX_LEASE_EVENTS):
         count = min(MAX_LEASE_EVENTS, run.start + run.count - start)
-        lease = Lease(group.fence, run._replace(start=start, count=count), absent)
+        lease = Lease(group.fence, run._replace(start=start, count=count), group._absent)
         group.fence += 1
         lease.deadlines = [until] * count
-        group.leases[lease.fence] = absent.leases[lease.fence] = lease
+        group.leases[lease.fence] = group._absent.leases[lease.fence] = lease
         heapq.heappush(group._checks, (until, lease.fence))
 
 
@@ -104,39 +98,4 @@ def release(group: QueueGroup, now: float) -> None:
     for parked in list(group._absent.leases.values()):
         for index in range(parked.count):
             if parked.states[index] == OUT:
-                group._fail(parked, index, RETURNED, now, 0.0, WITHOUT)
-
-
-def disown(
-    group: QueueGroup,
-    member: Member,
-    named: Sequence[tuple[str, int, int, int]],
-    received: Mapping[tuple[str, int], int],
-    now: float,
-) -> None:
-    """A holder came back and named what it holds: the rest of what it had comes again at once.
-
-    `named` has topic, partition, start and count of each stretch. `received` says where the last event
-    that ever reached it ended in each partition: what lies behind that reached nobody, and costs no
-    attempt. When it is empty the holder does not say, and everything counts. What snapshots know of has
-    no holder and waits.
-    """
-    for parked in list(group._absent.leases.values()):
-        if parked.member.id != member.id:
-            continue
-        place, end = (parked.lane.topic, parked.lane.partition), parked.start + parked.count
-        free = bytearray(b"\x01") * parked.count
-        for topic, partition, start, count in named:
-            first, last = max(start, parked.start), min(start + count, end)
-            if (topic, partition) == place and first < last:
-                free[first - parked.start : last - parked.start] = bytes(last - first)
-        reached = received.get(place, 0) if received else end
-        for index in range(parked.count):
-            if not free[index] or parked.states[index] != OUT:
-                continue
-            offset = parked.start + index
-            if offset < reached:
-                group._fail(parked, index, RETURNED, now, 0.0, WITHOUT)
-            else:
-                group._close(parked, index, RETURNED)
-                group._again(Run(parked.lane, offset, 1, parked.attempt - 1), now, 0.0)
+                group._fail(parked, index, RETURNED, now, 0.0, "its consumer came back without it")

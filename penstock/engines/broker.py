@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -272,15 +272,9 @@ class BrokerEngine:
                 if isinstance(feed, RemoteQueue):
                     feed.resume()
                 continue
-            if isinstance(feed, RemoteQueue) and feed.stopped:
-                continue  # it would take the place of who came after it under its name
             self._asked.add(feed.number)
             held = list(feed.held.values()) if isinstance(feed, RemoteQueue) else []
-            wish = _wish(feed)
-            if isinstance(feed, RemoteQueue):
-                in_hand = [delivery.in_hand() for delivery in held]
-                wish = msgspec.structs.replace(wish, held=in_hand, received=feed.received())
-            call = self.channel.begin(Kind.SUBSCRIBE, wish, again=True)
+            call = self.channel.begin(Kind.SUBSCRIBE, _wish(feed, held), again=True)
             task = asyncio.create_task(self._joined(feed, call, held))
             self._joining.add(task)
             task.add_done_callback(self._joining.discard)
@@ -349,6 +343,9 @@ class BrokerEngine:
         return decode(answer.meta, ANSWERS[kind])
 
 
-def _wish(feed: RemoteQueue | RemoteLog) -> say.Subscribe:
+def _wish(feed: RemoteQueue | RemoteLog, held: Sequence[RemoteDelivery] = ()) -> say.Subscribe:
     wanted = feed.wanted
-    return say.Subscribe(feed.number, wanted.group, wanted.spec, wanted.member, wanted.max_inflight)
+    return say.Subscribe(
+        feed.number, wanted.group, wanted.spec, wanted.member, wanted.max_inflight,
+        [delivery.in_hand() for delivery in held],
+    )  # fmt: skip

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 from penstock.core.delivery import QueueGroup
 from penstock.core.entry import Entry, GroupSpec
 from penstock.core.lease import OUT, STATES, Lane, Lease
 from penstock.core.quota import AdmissionLimits
-from penstock.core.takeup import adopt, disown, release
+from penstock.core.takeup import adopt, release
 from penstock.core.window import Windows
 from penstock.engines.handle import Inbox, LeasedBatch
 from penstock.engines.runtime import Runtime
@@ -108,18 +108,6 @@ class Dispatcher:
         if lease is None:
             return None
         return LeasedBatch(group, lease, batches[0], self._runtime.now, self.touched)
-
-    def disown(
-        self,
-        inbox: Inbox,
-        named: Sequence[tuple[str, int, int, int]],
-        received: Mapping[tuple[str, int], int],
-    ) -> None:
-        """A member that came back holds only what it named, unless another took its place meanwhile."""
-        group = inbox.group
-        if self._inboxes.get((group.name, inbox.member.id)) is inbox:
-            disown(group, inbox.member, named, received, self._runtime.now())
-            self.touched(group)
 
     def release(self, group: QueueGroup) -> None:
         """Nobody will come back for what was leased before a crash and is not adopted."""

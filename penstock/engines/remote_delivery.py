@@ -31,7 +31,6 @@ from penstock.model.event import Event
 from penstock.wire.message import Deliver, Held, Refused, Settlement
 
 NOBODY = Member("", 0)
-MOST_PLACES = 10_000  # to tell a broker of, in one frame
 SAID_BEFORE = "said before the broker was restarted"
 
 
@@ -169,7 +168,6 @@ class RemoteQueue:
         self.wanted = wanted
         self.lease_s = wanted.spec.lease_s
         self.held: dict[int, RemoteDelivery] = {}
-        self._received: dict[tuple[str, int], int] = {}
         self.paused = False
         """The broker stops: events that nobody was handed yet are left to its next life."""
         self.now = asyncio.get_running_loop().time
@@ -183,22 +181,8 @@ class RemoteQueue:
         """Events came."""
         delivery = RemoteDelivery(self, deliver, batch)
         self.held[deliver.delivery] = delivery
-        place = (batch.topic, batch.partition)
-        if self._received.get(place, 0) < batch.end_offset:
-            self._received[place] = batch.end_offset
         self._waiting.append(delivery)
         self._ring()
-
-    def received(self) -> list[tuple[str, int, int]]:
-        """Where the last event that ever came ended in each partition: what lies behind never came."""
-        if len(self._received) > MOST_PLACES:
-            return []
-        return [(*place, end) for place, end in self._received.items()]
-
-    @property
-    def stopped(self) -> bool:
-        """Whether nothing will arrive any more."""
-        return self._stopped is not None
 
     def refused(self, refused: Refused, error: PenstockError) -> None:
         """The broker did not take a settlement: the event is somebody else's by now."""

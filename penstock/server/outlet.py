@@ -84,12 +84,10 @@ class QueueOutlet:
         if self._session.feeds.get(self._feed) is self:  # not one that was opened meanwhile
             self._session.stopped(self._feed, error)
 
-    async def adopt(
-        self, held: list[Held], received: list[tuple[str, int, int]], *, alone: bool = False
-    ) -> dict[int, list[int]]:
-        """Take up what the client held before the broker was restarted; what it does not name comes again.
+    async def adopt(self, held: list[Held], *, alone: bool = False) -> dict[int, list[int]]:
+        """Take up what the client held before the broker was restarted.
 
-        `alone`: nobody else consumes for the group, so nothing else is in anybody's hands.
+        `alone`: nobody else consumes for the group, so what the client does not name is in no hands.
         """
         adopted: dict[int, list[int]] = {}
         for each in held:
@@ -101,9 +99,6 @@ class QueueOutlet:
                 states = leased.lease.states
                 adopted[each.delivery] = [at for at in range(each.count) if states[at] == OUT]
                 self._hand(leased, min(each.handed, each.count))
-        named = [(each.topic, each.partition, each.start, each.count) for each in held]
-        ends = {(topic, partition): end for topic, partition, end in received}
-        self._session.dispatcher().disown(self._inbox, named, ends)
         if alone:
             self._session.dispatcher().release(self._inbox.group)
         return adopted

@@ -289,7 +289,7 @@ class Session:
             feed = await self._broker.join(wanted)
             if isinstance(feed, Inbox):
                 outlet = self.feeds[wish.feed] = QueueOutlet(self, wish.feed, wanted, feed)
-                adopted = await outlet.adopt(wish.held, wish.received)
+                adopted = await outlet.adopt(wish.held)
             else:
                 self.feeds[wish.feed] = LogOutlet(wanted, feed)  # type: ignore[arg-type]
         finally:
@@ -313,7 +313,7 @@ class Session:
         inbox = await self._broker.join(wanted)
         assert isinstance(inbox, Inbox)
         outlet = self.feeds[DIRECT_FEED] = QueueOutlet(self, DIRECT_FEED, wanted, inbox)
-        return await outlet.adopt(self.hello.held, [], alone=True)
+        return await outlet.adopt(self.hello.held, alone=True)
 
     async def _unsubscribe(self, frame: Frame) -> Frame:
         outlet = self.feeds.pop(decode(frame.meta, say.Feed).feed, None)

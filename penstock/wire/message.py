@@ -144,8 +144,6 @@ class Subscribe(Message, frozen=True):
     max_inflight: int
     held: list[Held] = []
     """Deliveries from before the broker was restarted, to be taken up again."""
-    received: list[tuple[str, int, int]] = []
-    """Topic, partition and the offset behind the last event that this feed ever got; all or none."""
 
 
 class Joined(Message, frozen=True):

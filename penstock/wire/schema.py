@@ -31,7 +31,6 @@ ITEMS = {
     ("Settlement", "rejects"): ("Reject", "index", "reason"),
     ("Settlement", "extends"): ("Extend", "index", "seconds"),
     ("Commit", "marks"): ("Place", "topic", "partition", "offset"),
-    ("Subscribe", "received"): ("Place", "topic", "partition", "offset"),
     ("Transact", "acks"): ("LeasedEvent", "delivery", "index"),
     ("DraftMeta", "keys"): ("Key", "value"),
     ("DraftMeta", "headers"): ("Headers", "values"),

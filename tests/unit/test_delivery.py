@@ -9,13 +9,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.core.delivery import MAX_LEASE_EVENTS, QueueGroup
-from penstock.core.entry import Acked, GroupPut, GroupSpec, LaneSet, Leased, Retried
+from penstock.core.entry import Acked, GroupSpec, Leased, Retried
 from penstock.core.intervention import reset, revive, withdraw
-from penstock.core.lease import OUT, STATES, Lane, Lease
+from penstock.core.lease import OUT, STATES, Lease
 from penstock.core.ledger import Ledger
 from penstock.core.retry import Retry
-from penstock.core.state import State
-from penstock.core.takeup import adopt, disown, ledgers, release, restore
+from penstock.core.takeup import adopt, ledgers, release, restore
 from penstock.model.errors import AlreadySettled, Fenced, LeaseExpired
 
 
@@ -841,113 +840,3 @@ def test_what_is_released_out_of_attempts_dies() -> None:
     again.spec = msgspec.structs.replace(again.spec, retry=Retry(max_attempts=1))
     release(again, 1.0)
     assert [doomed.offset for doomed in again.doomed] == [0, 2, 3]
-
-
-def journalled(machine: QueueGroup, hold_s: float = 30.0) -> tuple[QueueGroup, Lane]:
-    """The machine after a crash, from the entries it wrote."""
-    state = State()
-    state.apply(GroupPut("billing", machine.spec))
-    state.apply(LaneSet("billing", "orders", 0, 0))
-    for entry in machine.drain():
-        state.apply(entry)
-    again = QueueGroup("billing", machine.spec, fence=machine.fence)
-    ledger = state.groups["billing"].ledgers["orders", 0]
-    return again, restore(again, "orders", 0, ledger, 6, 0.0, hold_s)
-
-
-def shared_machine(**spec) -> QueueGroup:
-    """Offsets 0 to 2 are out with `w`, 3 to 5 with `other`."""
-    machine = QueueGroup("billing", GroupSpec(patterns=("orders",), **spec))
-    machine.lane("orders", 0, cursor=0, end=6)
-    machine.join("w", 3)
-    machine.join("other", 3)
-    holders = [lease.member.id for lease in machine.dispatch(0.0) for _ in range(lease.count)]
-    assert holders == ["w"] * 3 + ["other"] * 3
-    return machine
-
-
-def given(machine: QueueGroup, now: float) -> dict[int, int]:
-    """Attempts by offset of what is handed out now."""
-    return {
-        lease.start + index: lease.attempt
-        for lease in machine.dispatch(now)
-        for index in range(lease.count)
-    }
-
-
-def test_what_a_holder_that_is_back_does_not_name_comes_again_at_once() -> None:
-    """T4, T5: what reached it counts as an attempt, what never did does not; others keep theirs."""
-    again, lane = journalled(shared_machine())
-    member = again.join("w", 10)
-    kept = adopt(again, lane, 0, 1, 1, member, 1.0)
-    assert kept is not None
-    disown(again, member, [("orders", 0, 0, 1)], {("orders", 0): 2}, 1.0)
-    disown(again, member, [("orders", 0, 0, 1)], {("orders", 0): 2}, 1.0)
-    assert given(again, 1.0) == {1: 2, 2: 1}
-    other = again.join("other", 3)
-    theirs = adopt(again, lane, 3, 3, 1, other, 2.0)
-    assert theirs is not None
-    assert theirs.open == 3
-    again.ack(kept, 0, 2.0)
-    assert again.outstanding() == 5
-
-
-def test_what_never_reached_its_holder_does_not_die() -> None:
-    """T6: one attempt is one that somebody could make."""
-    again, _ = journalled(shared_machine(retry=Retry.none()))
-    disown(again, again.join("w", 10), [], {("orders", 0): 1}, 1.0)
-    assert given(again, 1.0) == {1: 1, 2: 1}
-    assert [(each.offset, each.attempts) for each in again.doomed] == [(0, 1)]
-
-
-@pytest.mark.parametrize(
-    ("received", "attempt"), [({}, 2), ({("else", 0): 9}, 1), ({("orders", 0): 3}, 2)]
-)
-def test_only_who_says_what_came_proves_what_did_not(received: dict, attempt: int) -> None:
-    """T5: a consumer that does not say where its last event was may have had all of them."""
-    again, _ = journalled(shared_machine())
-    disown(again, again.join("w", 10), [], received, 1.0)
-    assert given(again, 1.0) == {0: attempt, 1: attempt, 2: attempt}
-
-
-def test_what_is_named_and_could_not_be_adopted_waits() -> None:
-    """T4: somebody may be at work on it."""
-    again, _ = journalled(shared_machine())
-    named = [("orders", 0, 1, 9), ("orders", 1, 0, 9), ("else", 0, 0, 9)]
-    disown(again, again.join("w", 10), named, {}, 1.0)
-    assert given(again, 1.0) == {0: 2}
-
-
-def test_a_lease_that_only_a_snapshot_knows_waits() -> None:
-    """T4: snapshots do not say who held it."""
-    again, _ = restored_with_hold(held_machine())
-    disown(again, again.join("w", 10), [], {("orders", 0): 1}, 1.0)
-    assert given(again, 1.0) == {}
-    assert again.outstanding() == 3
-
-
-@pytest.mark.parametrize("acked", [None, 1])
-def test_a_dumped_ledger_is_as_it_was_before_it_knew_holders(acked: int | None) -> None:
-    """Older versions read the same snapshots."""
-    ledger = Ledger(0)
-    ledger.leased(0, 3, 1, "w")
-    if acked is not None:
-        ledger.acked(acked, 1)
-    plain = Ledger(0)
-    plain.leased(0, 3, 1)
-    if acked is not None:
-        plain.acked(acked, 1)
-    assert ledger.dump() == plain.dump() == Ledger.load(ledger.dump()).dump()
-
-
-def test_a_restored_lease_that_is_disowned_stays_so_after_another_crash() -> None:
-    """T4, T5: what `disown` does is in the journal."""
-    machine = shared_machine()
-    before = machine.drain()
-    machine._entries = list(before)
-    again, _ = journalled(machine)
-    disown(again, again.join("w", 10), [], {("orders", 0): 1}, 1.0)
-    again._entries = [*before, *again._entries]
-    third, _ = journalled(again)
-    third.join("next", 10)
-    assert given(third, 1.0) == {0: 2, 1: 1, 2: 1}
