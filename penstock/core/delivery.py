@@ -83,8 +83,8 @@ class QueueGroup:
         self.blind = self._gate is None
         """Whether events are handed out as they come, whatever their keys and priorities."""
         self._priorities = Priorities()
-        self._absent = Member("", 0)
-        """Holds what was leased before a crash, until its holder is back or its time is up."""
+        self._absent: dict[str, Member] = {}
+        """Who held something before a crash: it waits until they are back or its time is up."""
 
     # -- what comes in -------------------------------------------------------------------------
 

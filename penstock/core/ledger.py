@@ -24,6 +24,8 @@ class Open(NamedTuple):
     """Attempts that count against the budget."""
     delay_ms: int
     """What is left to wait before the next one."""
+    holder: str = ""
+    """The member that has them; snapshots do not say."""
 
 
 class Ledger:
@@ -44,12 +46,12 @@ class Ledger:
         self._starts: list[int] = []
         self._runs: list[Open] = []
 
-    def leased(self, start: int, count: int, attempt: int) -> None:
+    def leased(self, start: int, count: int, attempt: int, holder: str = "") -> None:
         """Events were handed out; events skipped on the way (held back by key or priority) stay open."""
         if start > self.high:
             self._put(Open(self.high, start, 0, 0))
         self.high = max(self.high, start + count)
-        self._put(Open(start, start + count, attempt, 0))
+        self._put(Open(start, start + count, attempt, 0, holder))
 
     def acked(self, start: int, count: int) -> None:
         """Events are settled."""
@@ -105,7 +107,7 @@ class Ledger:
         """The ledger as plain numbers, for a snapshot."""
         numbers = [self.high]
         for run in self._runs:
-            numbers += run
+            numbers += run[:4]
         return numbers
 
     @classmethod

@@ -201,7 +201,7 @@ class State:
             group.fence = max(group.fence, entry.fence + 1)
         ledger = self._ledger(entry)
         if ledger is not None:
-            ledger.leased(entry.start, entry.count, entry.attempt)
+            ledger.leased(entry.start, entry.count, entry.attempt, entry.member)
 
     def _acked(self, entry: Acked) -> None:
         ledger = self._ledger(entry)

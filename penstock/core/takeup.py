@@ -1,13 +1,14 @@
 """Taking up: the delivery machine of a group before and after its process died.
 
 `ledgers` says what a machine owes, `restore` builds one that owes the same, `adopt` gives a holder
-that came back what it held, and `release` ends the wait for all others. They are part of the machine (penstock.core.delivery) and use
-its inner parts.
+that came back what it held, and `release` ends the wait for the rest. They are part of the machine
+(penstock.core.delivery) and use its inner parts.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 
 from penstock.core.delivery import MAX_LEASE_EVENTS, QueueGroup
 from penstock.core.lease import OUT, RETURNED, Lane, Lease, Member, Run
@@ -42,7 +43,8 @@ def restore(
     lane = group.lane(topic, partition, cursor=ledger.high, end=max(end, ledger.high))
     for run in ledger.open():
         if hold_s and run.made and not run.delay_ms and group._gate is None:
-            _park(group, Run(lane, run.start, run.stop - run.start, run.made - 1), now + hold_s)
+            held = Run(lane, run.start, run.stop - run.start, run.made - 1)
+            _park(group, held, run.holder, now + hold_s)
             continue
         if group.spec.retry.exhausted(run.made):
             for offset in range(run.start, run.stop):
@@ -58,13 +60,14 @@ def restore(
     return lane
 
 
-def _park(group: QueueGroup, run: Run, until: float) -> None:
+def _park(group: QueueGroup, run: Run, holder: str, until: float) -> None:
+    absent = group._absent.setdefault(holder, Member(holder, 0))
     for start in range(run.start, run.start + run.count, MAX_LEASE_EVENTS):
         count = min(MAX_LEASE_EVENTS, run.start + run.count - start)
-        lease = Lease(group.fence, run._replace(start=start, count=count), group._absent)
+        lease = Lease(group.fence, run._replace(start=start, count=count), absent)
         group.fence += 1
         lease.deadlines = [until] * count
-        group.leases[lease.fence] = group._absent.leases[lease.fence] = lease
+        group.leases[lease.fence] = absent.leases[lease.fence] = lease
         heapq.heappush(group._checks, (until, lease.fence))
 
 
@@ -75,7 +78,7 @@ def adopt(
     lease = Lease(group.fence, Run(lane, start, count, attempt - 1), member)
     lease.states = bytearray([RETURNED]) * count
     lease.open = 0
-    for parked in list(group._absent.leases.values()):
+    for parked in _parked(group, group._absent):
         if parked.lane is not lane or parked.attempt != attempt:
             continue
         first, last = max(start, parked.start), min(start + count, parked.start + parked.count)
@@ -93,9 +96,18 @@ def adopt(
     return lease
 
 
-def release(group: QueueGroup, now: float) -> None:
-    """Everybody who could hold something from before the crash is back: the rest comes again at once."""
-    for parked in list(group._absent.leases.values()):
+def release(group: QueueGroup, now: float, holder: str | None = None) -> None:
+    """This holder, or all, are back: what they did not adopt comes again at once.
+
+    It counts as an attempt: nobody can tell whether it was in somebody's hands.
+    """
+    for parked in _parked(group, group._absent if holder is None else (holder,)):
         for index in range(parked.count):
             if parked.states[index] == OUT:
                 group._fail(parked, index, RETURNED, now, 0.0, "its consumer came back without it")
+
+
+def _parked(group: QueueGroup, holders: Iterable[str]) -> list[Lease]:
+    """What waits for these holders."""
+    absent = (group._absent[holder] for holder in holders if holder in group._absent)
+    return [lease for member in absent for lease in member.leases.values()]

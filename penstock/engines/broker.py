@@ -272,6 +272,8 @@ class BrokerEngine:
                 if isinstance(feed, RemoteQueue):
                     feed.resume()
                 continue
+            if isinstance(feed, RemoteQueue) and feed.stopped:
+                continue  # it would take the place of who came after it under its name
             self._asked.add(feed.number)
             held = list(feed.held.values()) if isinstance(feed, RemoteQueue) else []
             call = self.channel.begin(Kind.SUBSCRIBE, _wish(feed, held), again=True)

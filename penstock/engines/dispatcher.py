@@ -109,10 +109,12 @@ class Dispatcher:
             return None
         return LeasedBatch(group, lease, batches[0], self._runtime.now, self.touched)
 
-    def release(self, group: QueueGroup) -> None:
-        """Nobody will come back for what was leased before a crash and is not adopted."""
-        release(group, self._runtime.now())
-        self.touched(group)
+    def release(self, inbox: Inbox, *, alone: bool) -> None:
+        """A member that is back holds what it adopted, and no more; `alone`: nor does anybody else."""
+        group, member = inbox.group, inbox.member
+        if self._inboxes.get((group.name, member.id)) is inbox:  # nobody took its place meanwhile
+            release(group, self._runtime.now(), None if alone else member.id)
+            self.touched(group)
 
     def _leave(self, inbox: Inbox) -> None:
         # By now group or member may be another of the same name, which stays.

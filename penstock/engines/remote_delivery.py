@@ -184,6 +184,11 @@ class RemoteQueue:
         self._waiting.append(delivery)
         self._ring()
 
+    @property
+    def stopped(self) -> bool:
+        """Whether nothing will arrive any more."""
+        return self._stopped is not None
+
     def refused(self, refused: Refused, error: PenstockError) -> None:
         """The broker did not take a settlement: the event is somebody else's by now."""
         delivery = self.held.get(refused.delivery)

@@ -85,9 +85,9 @@ class QueueOutlet:
             self._session.stopped(self._feed, error)
 
     async def adopt(self, held: list[Held], *, alone: bool = False) -> dict[int, list[int]]:
-        """Take up what the client held before the broker was restarted.
+        """Take up what the client held before the broker was restarted; the rest of it comes again.
 
-        `alone`: nobody else consumes for the group, so what the client does not name is in no hands.
+        `alone`: nobody else consumes for the group, so nothing is in other hands.
         """
         adopted: dict[int, list[int]] = {}
         for each in held:
@@ -99,8 +99,7 @@ class QueueOutlet:
                 states = leased.lease.states
                 adopted[each.delivery] = [at for at in range(each.count) if states[at] == OUT]
                 self._hand(leased, min(each.handed, each.count))
-        if alone:
-            self._session.dispatcher().release(self._inbox.group)
+        self._session.dispatcher().release(self._inbox, alone=alone)
         return adopted
 
     def send(self, number: int) -> None:

@@ -29,6 +29,8 @@ class Cable:
         self.port = 0
         self.plugged = True
         self.connections = 0
+        self.swallows = False
+        """Nothing that the broker says arrives."""
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._carry, "127.0.0.1", 0)
@@ -46,11 +48,15 @@ class Cable:
             return
         self._writers |= {writer, back}
         with contextlib.suppress(asyncio.CancelledError):  # the loop of the test is ending
-            await asyncio.gather(self._pipe(reader, back), self._pipe(there, writer))
+            await asyncio.gather(self._pipe(reader, back), self._pipe(there, writer, answers=True))
 
-    async def _pipe(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pipe(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answers: bool = False
+    ) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(1 << 16):
+                if answers and self.swallows:
+                    continue
                 writer.write(data)
                 await writer.drain()
         writer.transport.abort()
@@ -216,6 +222,111 @@ async def test_leases_survive_a_broker_that_was_killed(broker: BrokerProcess) ->
                 assert await other.get(timeout_s=0.5) is None
                 assert [event.attempt for event in rest] == [1, 1]
                 assert await lag(bus, "g") == 0
+
+
+async def test_what_never_arrived_comes_at_once_after_a_kill(
+    broker: BrokerProcess, cable: Cable
+) -> None:
+    """T4, T5, T6: the lease is in the journal, its consumer is back and does not hold it."""
+    url = f"penstock://127.0.0.1:{cable.port}"
+    async with (
+        penstock.connect(broker.url(), client__deadline_s=60.0) as bus,
+        penstock.connect(url, client__deadline_s=60.0) as away,
+        away.subscribe("orders.*", group="g", retry=PATIENT, lease_s=60) as sub,
+    ):
+        await bus.publish_many("orders.created", [b"0", b"1"])
+        held, settled = await take(sub, 2)
+        await settled.ack()
+        await away.flush()
+        cable.swallows = True
+        await bus.publish_many("orders.created", [b"2", b"3"])
+        await asyncio.sleep(0.3)  # the leases are durable, and on their way
+        await asyncio.to_thread(broker.kill)
+        cable.cut()
+        cable.swallows = False
+        cable.plug()
+        await asyncio.to_thread(broker.start, server__session_s=60.0)
+        events = await take(sub, 2)
+        assert [(event.payload, event.attempt) for event in events] == [(b"2", 2), (b"3", 2)]
+        for event in (held, *events):
+            await event.ack()
+        await away.flush()
+        assert await lag(bus, "g") == 0
+
+
+async def test_with_one_attempt_what_never_arrived_is_a_dead_letter_that_says_so(
+    broker: BrokerProcess, cable: Cable
+) -> None:
+    """T5, T8: a lease counts when it is durable; nothing is lost, and nothing waits."""
+    url = f"penstock://127.0.0.1:{cable.port}"
+    async with (
+        penstock.connect(broker.url(), client__deadline_s=60.0) as bus,
+        penstock.connect(url, client__deadline_s=60.0) as away,
+        away.subscribe("orders.*", group="g", retry=penstock.Retry.none(), lease_s=60) as sub,
+    ):
+        await bus.publish("orders.created", b"0")
+        (event,) = await take(sub, 1)
+        await event.ack()
+        await away.flush()
+        cable.swallows = True
+        await bus.publish("orders.created", b"1")
+        await asyncio.sleep(0.3)  # the lease is durable, and on its way
+        await asyncio.to_thread(broker.kill)
+        cable.cut()
+        cable.swallows = False
+        cable.plug()
+        await asyncio.to_thread(broker.start, server__session_s=60.0)
+        async with asyncio.timeout(DEADLINE_S):
+            while not (letters := await bus.dead_letters.list(consumer="g")):
+                await asyncio.sleep(0.05)
+        assert [letter.reason for letter in letters] == ["its consumer came back without it"]
+        assert await lag(bus, "g") == 0
+
+
+async def test_what_was_settled_in_vain_comes_again_at_once_as_another_attempt(
+    broker: BrokerProcess, cable: Cable
+) -> None:
+    """T4, T5: the broker died before it heard of the ack; the event was in somebody's hands."""
+    url = f"penstock://127.0.0.1:{cable.port}"
+    async with penstock.connect(url, client__deadline_s=60.0) as bus:
+        await bus.publish("orders.created", b"0")
+        async with bus.subscribe("orders.*", group="g", retry=PATIENT, lease_s=60) as sub:
+            (event,) = await take(sub, 1)
+            cable.cut()
+            await event.ack()
+            await asyncio.to_thread(broker.kill)
+            await asyncio.to_thread(broker.start, server__session_s=60.0)
+            cable.plug()
+            (again,) = await take(sub, 1)
+            assert (again.payload, again.attempt) == (b"0", 2)
+            await again.ack()
+
+
+async def test_who_lost_its_place_does_not_take_it_back_after_a_restart(
+    broker: BrokerProcess, cable: Cable
+) -> None:
+    """T4: a consumer that another one of its name replaced has ended, whatever the broker does."""
+    url = f"penstock://127.0.0.1:{cable.port}"
+    async with (
+        penstock.connect(broker.url(), client__deadline_s=60.0) as first,
+        penstock.connect(url, client__deadline_s=60.0) as second,
+        first.subscribe("orders.*", group="g", retry=PATIENT, member="m") as ended,
+        second.subscribe("orders.*", group="g", retry=PATIENT, member="m") as sub,
+    ):
+        with pytest.raises(errors.Fenced):
+            await ended.get(timeout_s=DEADLINE_S)
+        await first.publish("orders.created", b"0")
+        (event,) = await take(sub, 1)
+        await asyncio.to_thread(broker.kill)
+        cable.cut()
+        await asyncio.to_thread(broker.start, server__session_s=60.0)
+        await first.topics.list()  # the first is back before the second
+        await asyncio.sleep(0.3)
+        cable.plug()
+        await second.topics.list()
+        await event.ack()
+        await second.flush()
+        assert await lag(second, "g") == 0
 
 
 async def test_what_was_returned_waits_for_nobody_after_a_restart(broker: BrokerProcess) -> None:

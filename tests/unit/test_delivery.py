@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.core.delivery import MAX_LEASE_EVENTS, QueueGroup
-from penstock.core.entry import Acked, GroupSpec, Leased, Retried
+from penstock.core.entry import Acked, GroupPut, GroupSpec, LaneSet, Leased, Retried
 from penstock.core.intervention import reset, revive, withdraw
-from penstock.core.lease import OUT, STATES, Lease
+from penstock.core.lease import OUT, STATES, Lane, Lease
 from penstock.core.ledger import Ledger
 from penstock.core.retry import Retry
+from penstock.core.state import State
 from penstock.core.takeup import adopt, ledgers, release, restore
 from penstock.model.errors import AlreadySettled, Fenced, LeaseExpired
 
@@ -833,6 +834,69 @@ def test_what_is_released_comes_again_at_once_and_what_was_adopted_does_not() ->
     assert sorted((lease.start, lease.attempt) for lease in leases) == [(2, 2), (3, 2)]
     again.ack(kept, 0, 2.0)
     assert again.outstanding() == 2
+
+
+def journalled(machine: QueueGroup) -> tuple[QueueGroup, Lane]:
+    """The machine after a crash, from the entries it wrote."""
+    state = State()
+    state.apply(GroupPut("billing", machine.spec))
+    state.apply(LaneSet("billing", "orders", 0, 0))
+    for entry in machine.drain():
+        state.apply(entry)
+    again = QueueGroup("billing", machine.spec, fence=machine.fence)
+    ledger = state.groups["billing"].ledgers["orders", 0]
+    return again, restore(again, "orders", 0, ledger, 6, 0.0, 30.0)
+
+
+def shared_machine() -> QueueGroup:
+    """Offsets 0 to 2 are out with `w`, 3 to 5 with `other`."""
+    machine = QueueGroup("billing", GroupSpec(patterns=("orders",)))
+    machine.lane("orders", 0, cursor=0, end=6)
+    machine.join("w", 3)
+    machine.join("other", 3)
+    holders = [lease.member.id for lease in machine.dispatch(0.0) for _ in range(lease.count)]
+    assert holders == ["w"] * 3 + ["other"] * 3
+    return machine
+
+
+def test_a_holder_that_is_back_releases_its_own_and_nobody_elses() -> None:
+    """T4, T5: what it does not adopt comes again as another attempt; others keep theirs."""
+    again, lane = journalled(shared_machine())
+    member = again.join("w", 10)
+    kept = adopt(again, lane, 0, 1, 1, member, 1.0)
+    assert kept is not None
+    release(again, 1.0, "w")
+    release(again, 1.0, "w")
+    given = {
+        lease.start + at: lease.attempt
+        for lease in again.dispatch(1.0)
+        for at in range(lease.count)
+    }
+    assert given == {1: 2, 2: 2}
+    theirs = adopt(again, lane, 3, 3, 1, again.join("other", 3), 2.0)
+    assert theirs is not None
+    assert theirs.open == 3
+    again.ack(kept, 0, 2.0)
+    assert again.outstanding() == 5
+
+
+def test_a_lease_that_only_a_snapshot_knows_waits() -> None:
+    """T4: snapshots do not say who held it."""
+    again, _ = restored_with_hold(held_machine())
+    again.join("w", 10)
+    release(again, 1.0, "w")
+    assert again.dispatch(1.0) == []
+    assert again.outstanding() == 3
+
+
+def test_a_dumped_ledger_does_not_say_who_holds_what() -> None:
+    """Y10: older versions read the same snapshots."""
+    ledger, plain = Ledger(0), Ledger(0)
+    ledger.leased(0, 3, 1, "w")
+    plain.leased(0, 3, 1)
+    for each in (ledger, plain):
+        each.acked(1, 1)
+    assert ledger.dump() == plain.dump() == Ledger.load(ledger.dump()).dump()
 
 
 def test_what_is_released_out_of_attempts_dies() -> None:
