@@ -114,7 +114,7 @@ class Ledger:
     def load(cls, numbers: list[int]) -> Ledger:
         """The opposite of `dump`."""
         ledger = cls(numbers[0])
-        ledger._runs = [Open(*numbers[at : at + 4]) for at in range(1, len(numbers), 4)]
+        ledger._runs = [Open._make([*numbers[at : at + 4], ""]) for at in range(1, len(numbers), 4)]
         ledger._starts = [run.start for run in ledger._runs]
         return ledger
 

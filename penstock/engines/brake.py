@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 
 from penstock.engines.runtime import Runtime
+from penstock.engines.turnstile import Turnstile
 from penstock.model.settings import Sealing
 
 FREE_SHARE = 0.5  # of the backlog limit: what a burst may use
@@ -28,6 +29,7 @@ class Brake:
         self._limit = settings.backlog_max_bytes if settings.enabled else None
         self._bytes_per_s = float(SLOWEST_BYTES_PER_S)
         self._paced_to = 0.0
+        self._way_in = Turnstile()
 
     def sealed(self, size: int, seconds: float) -> None:
         """A job is done: the backlog shrinks, and the sealer's speed is known better."""
@@ -43,10 +45,10 @@ class Brake:
 
     async def wait(self, size: int) -> None:
         """Pay for publishing `size` bytes; free when sealing keeps up."""
-        pressure = self.pressure()
-        if not pressure:
+        if not self.pressure() and not self._way_in:
             return
-        now = self._runtime.now()
-        self._paced_to = max(self._paced_to, now) + pressure * size / self._bytes_per_s
-        if self._paced_to - now > LEAST_WAIT_S:
-            await asyncio.sleep(self._paced_to - now)
+        async with self._way_in:
+            now = self._runtime.now()
+            self._paced_to = max(self._paced_to, now) + self.pressure() * size / self._bytes_per_s
+            if self._paced_to - now > LEAST_WAIT_S:
+                await asyncio.sleep(self._paced_to - now)

@@ -48,9 +48,15 @@ class Bundle:
         self._engine = engine
 
     async def publish(
-        self, drafts: Sequence[Draft], note: Callable[[list[int]], Entry]
+        self,
+        drafts: Sequence[Draft],
+        note: Callable[[list[int]], Entry],
+        ready: Callable[[], None] | None = None,
     ) -> list[Answer]:
-        """Store what can be stored; `note` makes the entry that says where it went."""
+        """Store what can be stored; `note` makes the entry that says where it went.
+
+        `ready` is called when it is on its way to the journal, before whatever is stored from then on.
+        """
         answers: list[Answer | None] = [None] * len(drafts)
         admitted: list[tuple[Draft, int]] = []
         pieces: list[Piece] = []
@@ -61,6 +67,8 @@ class Bundle:
                 answers[number] = error
         try:
             if pieces:
+                if ready is not None:
+                    ready()
                 for number, receipt in (await self._store(pieces, drafts, note)).items():
                     answers[number] = receipt
         except PenstockError as error:

@@ -19,6 +19,7 @@ from penstock.engines.layout import Layout, Placed
 from penstock.engines.pending import Pending, Submission
 from penstock.engines.runtime import Runtime
 from penstock.engines.taken import Taken, refuse
+from penstock.engines.turnstile import Turnstile
 from penstock.engines.writer import SIDE_BY_SIDE, Writer, Writing
 from penstock.log.frame import CONTROL, frame_bytes
 from penstock.log.journal import Journal
@@ -75,7 +76,8 @@ class CommitLoop:
         self._linger: asyncio.TimerHandle | None = None
         self._due = False
         """Whether what the machines have to write is worth a commit of its own by now."""
-        self._room: deque[asyncio.Future[None]] = deque()
+        self._way_in = Turnstile()
+        self._room: asyncio.Future[None] | None = None
         self._flushes: list[asyncio.Future[None]] = []
         self._under_way: deque[tuple[Writing | None, Taken]] = deque()
         """Taken and not known to be durable, oldest first; None where there was nothing to write."""
@@ -95,12 +97,22 @@ class CommitLoop:
 
     async def submit(self, submission: Submission) -> Any:
         """Wait until a submission is durable; returns its receipts."""
-        while self._pending.bytes > self._settings.journal.pending_max_bytes:
-            await self._wait_for_room()
+        if self._crowded() or self._way_in:
+            async with self._way_in:
+                while self._crowded():
+                    await self._wait_for_room()
+                self._enter(submission)
+        else:
+            self._enter(submission)
+        return await submission.future
+
+    def _crowded(self) -> bool:
+        return self._pending.bytes > self._settings.journal.pending_max_bytes
+
+    def _enter(self, submission: Submission) -> None:
         self._refuse_when_stopped()
         self._pending.add(submission)
         self._wake.set()
-        return await submission.future
 
     def _refuse_when_stopped(self) -> None:
         if self.failed is not None:
@@ -110,9 +122,8 @@ class CommitLoop:
 
     async def _wait_for_room(self) -> None:
         self._refuse_when_stopped()
-        room: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._room.append(room)
-        await room
+        self._room = asyncio.get_running_loop().create_future()
+        await self._room
 
     def hurry(self) -> None:
         """There are leases to write down: commit now."""
@@ -351,11 +362,8 @@ class CommitLoop:
                 yield submission
 
     def _give_room(self) -> None:
-        while self._room and self._pending.bytes <= self._settings.journal.pending_max_bytes:
-            room = self._room.popleft()
-            if not room.done():
-                room.set_result(None)
-                break  # one at a time: it adds to what waits
+        if self._room is not None and not self._room.done() and not self._crowded():
+            self._room.set_result(None)
 
     async def _sync_often(self) -> None:
         """`fsync = interval`: acknowledge after the write, sync a little later."""
@@ -380,11 +388,10 @@ class CommitLoop:
             refuse(taken.submissions, error)
             self._flushes += taken.flushes
         self._under_way.clear()
-        for waiting in (*self._room, *self._flushes):
-            if not waiting.done():
+        for waiting in (self._room, *self._flushes):
+            if waiting is not None and not waiting.done():
                 waiting.set_exception(error)
                 waiting.exception()  # whoever waits sees it; nobody may be waiting any more
-        self._room.clear()
         self._flushes.clear()
 
 

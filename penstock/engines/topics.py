@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from penstock.core import intervention
 from penstock.core.entry import Entry, TopicPut, TopicSpec
+from penstock.engines.turnstile import Turnstile
 from penstock.model.errors import UnknownTopic
 from penstock.model.topic import is_system, tenant_of
 
@@ -16,20 +16,13 @@ if TYPE_CHECKING:
     from penstock.engines.embedded import EmbeddedEngine
 
 
-class _Queue:
-    """Those who wait for a topic to be made, the first of whom makes it."""
-
-    def __init__(self) -> None:
-        self.lock = asyncio.Lock()
-        self.length = 0
-
-
 class Topics:
     """Makes and forgets topics."""
 
     def __init__(self, engine: EmbeddedEngine) -> None:
         self._engine = engine
-        self._making: dict[str, _Queue] = {}
+        self._making: dict[str, Turnstile] = {}
+        """Who waits for a topic that is being made; the first of them makes it."""
 
     def ready(self, topic: str) -> bool:
         """Whether a topic is there, and nobody waits for it: who comes now would overtake them."""
@@ -48,17 +41,15 @@ class Topics:
         chosen = spec or TopicSpec(
             partitions=1 if is_system(topic) else self._engine.settings.topics.partitions
         )
-        queue = self._making.setdefault(topic, _Queue())
-        queue.length += 1
+        turnstile = self._making.setdefault(topic, Turnstile())
         try:
-            async with queue.lock:
+            async with turnstile:
                 if topic not in self._engine.state.topics:  # or whoever was to make it gave up
                     await self._engine.intake.submit(
                         [], when_taken=lambda _: self._make(topic, chosen)
                     )
         finally:
-            queue.length -= 1
-            if not queue.length:
+            if not turnstile:
                 del self._making[topic]
 
     def _make(self, topic: str, spec: TopicSpec) -> list[Entry]:

@@ -31,6 +31,7 @@ from penstock.model.topic import tenant_of
 from penstock.server.courtesy import Courtesy
 from penstock.server.fastpath import FastPath
 from penstock.server.inbound import check_transaction_key, inbound, owner
+from penstock.server.line import Line, Place
 from penstock.server.metrics_counters import Counters, duplicates_in
 from penstock.wire import message as say
 from penstock.wire.fault import to_fault
@@ -64,18 +65,31 @@ class Storing:
         self._tally = tally
         self._session = session
         self._bundle = Bundle(engine)
+        self._line = Line()
 
     async def publish(self, frame: Frame) -> Frame:
         """Store the drafts of a frame, or say where they went when it came before."""
         wish: say.Publish = decode(frame.meta, say.Publish)
-        if self._ahead(wish):
-            await self._courtesy.turn()
-            return await self._publish(frame, wish, self._courtesy)
-        if self._fastpath.wants(frame.size_bytes):  # nobody waits for something large to end
-            return await self._publish(frame, wish)
+        topics = {draft.topic for draft in wish.drafts}
+        ahead, large = self._ahead(wish), self._fastpath.wants(frame.size_bytes)
+        if not (ahead or large or len(wish.drafts) >= TURN_BATCHES or self._line.before(topics)):
+            return await self._publish_soon(frame, wish)
+        with self._line.join(topics) as place:
+            if ahead:
+                await self._courtesy.turn()
+                return await self._publish(frame, wish, place, self._courtesy)
+            if large:  # nobody waits for something large to end
+                return await self._publish(frame, wish, place)
+            await place.turn()
+            return await self._publish_soon(frame, wish, place)
+
+    async def _publish_soon(
+        self, frame: Frame, wish: say.Publish, place: Place | None = None
+    ) -> Frame:
+        """Publish what those wait for who can wait."""
         self._courtesy.begin()
         try:
-            return await self._publish(frame, wish)
+            return await self._publish(frame, wish, place)
         finally:
             self._courtesy.end()
 
@@ -87,7 +101,11 @@ class Storing:
         return self._engine.admission.ahead(tenant, self._engine.runtime.now())
 
     async def _publish(
-        self, frame: Frame, wish: say.Publish, courtesy: Courtesy | None = None
+        self,
+        frame: Frame,
+        wish: say.Publish,
+        place: Place | None = None,
+        courtesy: Courtesy | None = None,
     ) -> Frame:
         stored = self._before(wish.sequence)
         if wish.withheld and not stored:
@@ -114,6 +132,8 @@ class Storing:
         if drafts:
             if courtesy is not None:
                 await courtesy.turn()
+            if place is not None:
+                await place.turn()
             numbers = list(drafts)
 
             def note(places: list[int]) -> Entry:
@@ -123,7 +143,9 @@ class Storing:
 
             started = time.perf_counter()
             with tracing.receiving(list(drafts.values())):
-                answers = await self._bundle.publish(list(drafts.values()), note)
+                answers = await self._bundle.publish(
+                    list(drafts.values()), note, place.leave if place is not None else None
+                )
             seconds = time.perf_counter() - started
             if courtesy is not None:
                 await courtesy.turn()

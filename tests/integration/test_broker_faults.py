@@ -980,6 +980,28 @@ async def test_a_tenant_ahead_of_its_rate_lets_others_go_first(
     assert not courtesy._under_way
 
 
+async def test_a_tenant_that_is_not_ahead_any_more_does_not_overtake_itself(
+    metered: Daemon, eager: penstock.Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """T11, X2: what waits out of courtesy is stored before what comes behind it."""
+    monkeypatch.setattr("penstock.server.courtesy.PATIENCE_S", DEADLINE_S)
+    courtesy, admission = metered.broker.courtesy, metered.engine.admission
+    await eager.topics.create(METERED)
+    courtesy.begin()  # as if another tenant's were
+    monkeypatch.setattr(admission, "ahead", lambda tenant, now_s: True)
+    first = asyncio.create_task(eager.publish(METERED, b"first"))
+    async with asyncio.timeout(DEADLINE_S):
+        while not courtesy._waiting:
+            await asyncio.sleep(0.001)
+    monkeypatch.setattr(admission, "ahead", lambda tenant, now_s: False)
+    second = asyncio.create_task(eager.publish(METERED, b"second"))
+    await asyncio.sleep(0.01)  # or they would share a frame
+    await eager.publish("orders.created.v1.other", b"another topic")
+    courtesy.end()
+    receipts = await asyncio.wait_for(asyncio.gather(first, second), DEADLINE_S)
+    assert [receipt.offset for receipt in receipts] == [0, 1]
+
+
 async def test_newcomers_and_leavers_let_others_go_first(
     metered: Daemon, eager: penstock.Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
