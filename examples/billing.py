@@ -24,7 +24,7 @@ async def main(url: str) -> None:
 
         await bus.ready()
         print("waiting for orders", flush=True)
-        await asyncio.Event().wait()
+        await bus.run()  # until Ctrl-C, or until there is nothing to wait for any more
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 from penstock.bus import tracing
 from penstock.bus.desk import Audit, DeadLetters, Groups, Routes, Schedules, Topics
 from penstock.bus.handler import Handler
-from penstock.bus.publishing import Drafting, Key, Times, When, due_us, when_us
+from penstock.bus.publishing import Drafting, Key, Times, When, due_us, span_us, when_us
 from penstock.bus.replaying import Window, replay_batches
 from penstock.bus.requests import Requests
 from penstock.bus.subscription import Subscription
@@ -194,7 +194,7 @@ class Bus:
         self.need("ttl")
         if ttl_s <= 0:
             raise InvalidInput(f"ttl_s is above zero, not {ttl_s}", ttl_s=ttl_s)
-        return self.wall_us() + round(ttl_s * 1e6)
+        return self.wall_us() + span_us("ttl_s", ttl_s)
 
     async def publish_many(
         self,

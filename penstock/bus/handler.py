@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import typing
 from collections.abc import Callable, Coroutine, Generator
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,8 @@ from penstock.model.event import Event
 if TYPE_CHECKING:
     from penstock.bus.bus import Bus
     from penstock.bus.subscription import Subscription
+
+log = logging.getLogger("penstock")
 
 REPLY_TO = "penstock-reply-to"
 CORRELATION = "penstock-correlation"
@@ -131,7 +134,16 @@ class Handler:
     def start(self) -> None:
         """Begin to serve."""
         if not self._tasks:
-            self._tasks = [asyncio.create_task(self._serve(), name="penstock-handler")]
+            task = asyncio.create_task(self._serve(), name="penstock-handler")
+            task.add_done_callback(self._ended)
+            self._tasks = [task]
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Nobody may be waiting for the task: a handler that serves no more must not be silent."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None and task in self._tasks:  # else it was told to stop
+            name = self.call.function.__name__
+            log.error("handler %s has ended and gets no more events: %s", name, error)
 
     def tasks(self) -> list[asyncio.Task[None]]:
         """The tasks that serve, for whoever waits for their end."""
@@ -148,10 +160,10 @@ class Handler:
 
     async def stop(self) -> None:
         """Stop serving; events in work go back to their group."""
-        for task in self._tasks:
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks = []
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _serve(self) -> None:
         self._subscription = self._open()

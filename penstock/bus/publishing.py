@@ -21,6 +21,8 @@ Key = bytes | str | None
 Times = datetime | int | None
 When = datetime | str | float | int
 MAX_PRIORITY = 9
+LONGEST_S = 1_000 * 31_556_952  # what times in microseconds have room for many times over
+LAST_US = 1 << 62
 
 
 class Drafting:
@@ -192,7 +194,11 @@ class Drafting:
 
 
 def _time_us(time: datetime | int) -> int:
-    return time if isinstance(time, int) else parse_when(time)
+    if not isinstance(time, int):
+        return parse_when(time)
+    if not -LAST_US < time < LAST_US:
+        raise InvalidInput(f"an event time in microseconds lies within 64 bits, not {time}")
+    return time
 
 
 def _priority(priority: int) -> int:
@@ -245,4 +251,15 @@ def due_us(delay_s: float | None, deliver_at: datetime | str | float | None, now
     assert delay_s is not None
     if delay_s < 0:
         raise InvalidInput(f"delay_s is not negative, got {delay_s}", delay_s=delay_s)
-    return now_us + round(delay_s * 1e6)
+    return now_us + span_us("delay_s", delay_s)
+
+
+def span_us(name: str, seconds: float) -> int:
+    """Seconds from now as microseconds; not for ever, and not a number that is none.
+
+    >>> span_us("ttl_s", 1.5)
+    1500000
+    """
+    if not seconds <= LONGEST_S:
+        raise InvalidInput(f"{name} is at most {LONGEST_S} (1,000 years), not {seconds}")
+    return round(seconds * 1e6)

@@ -34,6 +34,7 @@ from penstock.model.errors import (
     AlreadyExists,
     InvalidInput,
     PenstockError,
+    Refused,
     Unsupported,
     WriteOnce,
 )
@@ -160,6 +161,13 @@ class Administration:
     async def _delete_topic(self, request: ask.DeleteTopic) -> None:
         engine, topic = self._engine, request.topic
         spec = self._spec(topic)
+        if is_system(topic) and not spec.ephemeral:
+            own = Refused(
+                f"{topic!r} is the bus's own and stays; nothing was changed. Dead letters go by "
+                "`dlq purge`",
+                topic=topic,
+            )
+            raise await self._refused(own, request.actor, "topic.delete", topic)
         if retention_of(spec, engine.settings.retention).write_once:
             error = WriteOnce(
                 f"{topic!r} is write-once: its events stay until their retention is over. Nothing "

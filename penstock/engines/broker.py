@@ -68,6 +68,7 @@ class BrokerEngine:
         self.channel.held = self._held
         self.channel.lost = self._lost
         self.channel.renewed = self._renewed
+        self.channel.ended = self._stop_feeds
         self._publisher = RemotePublisher(
             self.channel, settings.client.linger_ms, settings.client.deadline_s
         )
@@ -94,8 +95,11 @@ class BrokerEngine:
         """Report what is settled, then leave."""
         self._report()
         await self.channel.close()
+        self._stop_feeds(BusClosed("the bus is closed; connect again"))
+
+    def _stop_feeds(self, error: PenstockError) -> None:
         for feed in self._feeds.values():
-            feed.stop(BusClosed("the bus is closed; connect again"))
+            feed.stop(error)
 
     @property
     def bus_id(self) -> str:

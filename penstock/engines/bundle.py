@@ -122,16 +122,19 @@ class Bundle:
 
 
 def _stacked(pieces: list[Piece]) -> list[list[Piece]]:
-    """Small pieces of the same partition share a batch."""
-    stacks: dict[object, list[Piece]] = {}
+    """Small pieces of the same partition share a batch, unless another one came in between."""
+    stacks: list[list[Piece]] = []
+    last: dict[tuple[str, int], tuple[tuple[str, str] | None, list[Piece]]] = {}
     for piece in pieces:
         events = piece.events
-        if piece.due_us is None and merges(events):
-            key: object = (events.topic, piece.partition, events.tenant, events.codec)
-        else:
-            key = id(piece)
-        stacks.setdefault(key, []).append(piece)
-    return list(stacks.values())
+        place = (events.topic, piece.partition)
+        kind = (events.tenant, events.codec) if piece.due_us is None and merges(events) else None
+        if kind is not None and place in last and last[place][0] == kind:
+            last[place][1].append(piece)
+            continue
+        stacks.append([piece])
+        last[place] = (kind, stacks[-1])
+    return stacks
 
 
 def _stretches(stack: list[Piece], receipt: Receipt) -> list[Stretch]:

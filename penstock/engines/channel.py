@@ -79,6 +79,8 @@ class Channel:
         """The broker holds these deliveries no more."""
         self.renewed: Callable[[], None] = lambda: None
         """The broker has forgotten what this session had open; called before anything is sent."""
+        self.ended: Callable[[PenstockError], None] = lambda error: None
+        """There is no way to the broker any more."""
         self._make_link = make_link
         self._settings = settings
         self._link: ClientLink | None = None
@@ -242,8 +244,7 @@ class Channel:
             try:
                 await self._connect()
             except FINAL as error:
-                if not self._open_failed(error):
-                    self.fail(error)
+                self._end(error)
                 return
             except PenstockError as error:
                 self._trouble = error
@@ -253,11 +254,10 @@ class Channel:
                 continue
             except Exception as error:
                 log.exception("connecting failed in a way that nobody thought of")
-                broken = BrokerUnreachable(
+                words = (
                     f"the connection could not be made: {error!r}. This is a defect; connect again"
                 )
-                if not self._open_failed(broken):
-                    self.fail(broken)
+                self._end(BrokerUnreachable(words))
                 return
             if self._opened is not None and not self._opened.done():
                 self._opened.set_result(None)
@@ -269,11 +269,14 @@ class Channel:
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
                 pause_s = min(2 * pause_s, self._settings.reconnect_max_s)
 
-    def _open_failed(self, error: PenstockError) -> bool:
-        if self._opened is None or self._opened.done():
-            return False
-        self._opened.set_exception(error)
-        return True
+    def _end(self, error: PenstockError) -> None:
+        """There will be no other connection: whoever opens it hears why, or all who use it."""
+        if self._opened is not None and not self._opened.done():
+            self._opened.set_exception(error)
+            return
+        log.error("the broker is not asked again: %s", error)
+        self.fail(error)
+        self.ended(error)
 
     async def _connect(self) -> None:
         loop = asyncio.get_running_loop()

@@ -16,6 +16,7 @@ from penstock.engines.keyring import KeyKnown
 from penstock.engines.layout import MERGE_EVENTS, draft_bytes
 from penstock.engines.pending import Submission
 from penstock.engines.timekeeper import SCHEDULED
+from penstock.engines.turnstile import Turnstile
 from penstock.log.side import put_aside
 from penstock.model.errors import (
     BusClosed,
@@ -38,12 +39,14 @@ class Intake:
         """Payloads written to side files."""
         self._engine = engine
         self._rounds: dict[str, int] = {}
+        self._aside: dict[str, Turnstile] = {}
+        """Who waits for a payload that is being put aside, by topic."""
 
     async def publish(self, draft: Draft) -> Receipt:
         """Store events; durable when it returns."""
         if not self._engine.topics.ready(draft.topic):
             await self._engine.topics.ensure(draft.topic)
-        size = await self.prepare(draft)
+        size = await self._prepare_in_order(draft)
         self.admit(draft, size)
         try:
             if draft.deliver_at_us is not None:
@@ -55,6 +58,26 @@ class Intake:
         finally:
             self._engine.admission.ingress_done(draft.tenant, draft.count, size)
         return combined(draft, receipts)
+
+    async def _prepare_in_order(self, draft: Draft) -> int:
+        """Prepare a draft; who publishes to the topic while a payload is put aside stays behind it."""
+        turnstile = self._aside.get(draft.topic)
+        if turnstile is None and not self._goes_aside(draft):
+            return await self.prepare(draft)
+        turnstile = self._aside.setdefault(draft.topic, Turnstile())
+        try:
+            async with turnstile:
+                return await self.prepare(draft)
+        finally:
+            if not turnstile:
+                del self._aside[draft.topic]
+
+    def _goes_aside(self, draft: Draft) -> bool:
+        if draft.count != 1 or draft.tokens is not None or draft.deliver_at_us is not None:
+            return False
+        batch = draft.batch
+        size = len(draft.payloads[0]) if batch is None else batch.payload_column.largest()
+        return size >= self._engine.settings.journal.side_file_bytes
 
     async def prepare(self, draft: Draft) -> int:
         """Check sizes, lay large drafts out now, move huge payloads aside; returns the bytes."""
@@ -74,12 +97,7 @@ class Intake:
                 size_bytes=largest,
                 limit_bytes=limit,
             )
-        single = draft.count == 1 and draft.tokens is None
-        if (
-            single
-            and largest >= self._engine.settings.journal.side_file_bytes
-            and draft.deliver_at_us is None
-        ):
+        if self._goes_aside(draft):
             await self._put_aside(draft)
         elif draft.batch is not None and not draft.final:
             self._engine.layout.compress(draft.batch)

@@ -10,7 +10,7 @@ from penstock.core.respite import Respite
 from penstock.engines.channel import Channel
 from penstock.engines.engine import Draft
 from penstock.engines.layout import MERGE_EVENTS
-from penstock.model.errors import PenstockError, Throttled
+from penstock.model.errors import InvalidInput, PenstockError, Throttled
 from penstock.model.event import Receipt
 from penstock.wire.fault import to_error
 from penstock.wire.frame import Bytes, Kind
@@ -128,6 +128,9 @@ class RemotePublisher:
                 if not waiting.future.done():
                     waiting.future.set_exception(_own(error, len(drafts)))
             return
+        except Exception as error:
+            await self._unsendable(drafts, error)
+            return
         for number, waiting in enumerate(drafts):
             if waiting.future.done():
                 continue
@@ -138,6 +141,16 @@ class RemotePublisher:
                 refusal = to_error(published.faults[number])
                 self._remember(waiting.draft, refusal)
                 waiting.future.set_exception(refusal)
+
+    async def _unsendable(self, drafts: list[Waiting], error: Exception) -> None:
+        """Something in a frame cannot be put into a message: each goes alone, and that one fails."""
+        if len(drafts) > 1:
+            for waiting in drafts:
+                await self._send([waiting])
+        elif not drafts[0].future.done():
+            drafts[0].future.set_exception(
+                InvalidInput(f"this cannot be sent to a broker: {error}; nothing was stored")
+            )
 
     def _remember(self, draft: Draft, error: PenstockError) -> None:
         if isinstance(error, Throttled) and draft.deliver_at_us is None:

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock.server")
 
+# So many frames behind a Hello let others go first. More are taken at once: while they waited even
+# more would come, and a client that never stops could fill the memory.
+COURTEOUS_FRAMES = 8
 MAX_VIOLATIONS = 16  # frames against the protocol after which a client is cut off
 
 
@@ -46,7 +49,7 @@ class Connection:
         if self._greeting is None or self._greeted:
             self._take(frame)
         else:
-            self._early.append(frame)  # of an eager client; the transport bounds it
+            self._early.append(frame)  # of an eager client: few can come while it is greeted
 
     def _take(self, frame: Frame) -> None:
         try:
@@ -86,8 +89,10 @@ class Connection:
             self.link.close()
             return
         while self._early:
-            await courtesy.turn()
-            self._take(self._early.popleft())
+            if len(self._early) <= COURTEOUS_FRAMES:
+                await courtesy.turn()
+            if self._early:  # else the client is gone meanwhile
+                self._take(self._early.popleft())
         self._greeted = True
 
     def fault(self, request: int, error: PenstockError) -> None:
@@ -100,4 +105,5 @@ class Connection:
 
     def lost(self, reason: str) -> None:
         """The transport has no connection any more."""
+        self._early.clear()
         self._broker.disconnected(self, reason)

@@ -61,3 +61,32 @@ async def test_another_topic_does_not_wait_for_a_large_payload(bus: penstock.Bus
     await asyncio.wait_for(bus.publish("orders.paid", b"at once"), DEADLINE_S)
     assert not large.done()
     await large
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [{"ttl_s": 60.0}, {"idempotency_key": "one"}, {"priority": 3}, {"payload": b"x" * 70_000}],
+    ids=lambda odd: next(iter(odd)),
+)
+async def test_what_shares_a_frame_keeps_its_order(bus: penstock.Bus, odd: dict) -> None:
+    """Small events of a frame share a batch, but not past one that has a batch of its own."""
+    payload = odd.pop("payload", b"odd")
+    calls = [
+        asyncio.create_task(bus.publish(TOPIC, b"before")),
+        asyncio.create_task(bus.publish(TOPIC, payload, **odd)),
+        asyncio.create_task(bus.publish(TOPIC, b"behind")),
+    ]
+    assert await offsets_of(calls) == [0, 1, 2]
+
+
+async def test_a_small_publish_stays_behind_one_that_is_put_aside(tmp_path: Path) -> None:
+    """Without a broker, too: a huge payload goes to a file of its own first."""
+    async with penstock.connect(str(tmp_path / "own")) as bus:
+        await bus.topics.create(TOPIC)
+        for _ in range(3):
+            calls = []
+            for payload in (os.urandom(5 << 20), b"small", b"last"):
+                calls.append(asyncio.create_task(bus.publish(TOPIC, payload)))
+                await asyncio.sleep(0)
+            offsets = await offsets_of(calls)
+            assert offsets == sorted(offsets)
