@@ -254,9 +254,7 @@ class Channel:
                 continue
             except Exception as error:
                 log.exception("connecting failed in a way that nobody thought of")
-                words = (
-                    f"the connection could not be made: {error!r}. This is a defect; connect again"
-                )
+                words = f"no connection could be made: {error!r}. This is a defect; connect again"
                 self._end(BrokerUnreachable(words))
                 return
             if self._opened is not None and not self._opened.done():

@@ -101,6 +101,7 @@ class Connection:
         self.link.send(Frame(Kind.FAULT, request, encode(to_fault(error))))
         self._violations += isinstance(error, ProtocolViolation)
         if self._violations > MAX_VIOLATIONS:
+            self._early.clear()
             self.link.close()
 
     def lost(self, reason: str) -> None:
