@@ -15,11 +15,12 @@ from typing import Protocol
 from penstock.core.entry import GroupSpec
 from penstock.core.retry import Retry
 from penstock.model.batch import EventBatch
-from penstock.model.errors import NotLeased, ProtocolViolation
+from penstock.model.errors import NotLeased, PenstockError, ProtocolViolation
 from penstock.model.settings import Settings
 from penstock.server.link import Connection, Link
 from penstock.wire import message as say
 from penstock.wire import oldcommand as old
+from penstock.wire.fault import to_fault
 from penstock.wire.frame import Frame, Kind
 
 # A tag is delivery and index in one number. No batch has more events than 2^24.
@@ -82,6 +83,8 @@ class OldClient:
         self._settle_sequence = 0
         self._answers: dict[int, tuple[_Slot, Answer]] = {}
         self._slots: deque[_Slot] = deque()
+        self._behind: deque[old.AnyCommand] = deque()
+        self._catching_up = False
         self._leased: dict[int, set[int]] = {}
         self._feeds = 0
         self._settlements: dict[int, _Report] = {}
@@ -104,9 +107,28 @@ class OldClient:
 
     def command(self, command: int, body: bytes | bytearray | memoryview) -> None:
         """Carry out a command; raises ProtocolViolation when it is none."""
-        self._take(old.parse_command(command, body))
-        if len(self._slots) >= MAX_WAITING:
+        taken = old.parse_command(command, body)
+        if self.full:  # it came in the same read as those before it
+            self._behind.append(taken)
+        else:
+            self._take(taken)
+        if self.full:
             self._wire.hold(True)
+
+    @property
+    def full(self) -> bool:
+        """Whether no more should be read until some of its commands are answered."""
+        return len(self._slots) >= MAX_WAITING or bool(self._behind)
+
+    def _catch_up(self) -> None:
+        self._catching_up = False
+        try:
+            while self._behind and len(self._slots) < MAX_WAITING:
+                self._take(self._behind.popleft())
+        except PenstockError as error:
+            self._wire.write(_error(to_fault(error)).message())
+            self._wire.close()
+        self._wire.hold(self.full)
 
     def _take(self, command: old.AnyCommand) -> None:
         if isinstance(command, old.Auth):
@@ -272,7 +294,10 @@ class OldClient:
         slot.reply = reply.message()
         while self._slots and self._slots[0].reply is not None:
             self._wire.write(self._slots.popleft().reply or b"")
-        if len(self._slots) < MAX_WAITING:
+        if self._behind and not self._catching_up:
+            self._catching_up = True
+            self._loop.call_soon(self._catch_up)
+        if not self.full:
             self._wire.hold(False)
 
     def _notice(self, tag: int, fault: say.Fault) -> None:

@@ -224,6 +224,7 @@ class TcpLink(asyncio.BufferedProtocol):
             or self._expansion.busy
             or self._unanswered_bytes > UNANSWERED_BYTES
             or self._crowded
+            or (self._old is not None and self._old.full)
         )
         if stop == self.holding or self._ending:
             return
