@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -157,6 +158,34 @@ async def test_a_publish_while_the_connection_is_down_succeeds_once_it_is_back(
         await producing
         stored = [int(event.payload) async for event in bus.replay("a.b")]
         assert sorted(stored) == list(range(300))
+
+
+@pytest.mark.parametrize("megabytes", [1, 40], ids=["small", "more-than-is-kept"])
+async def test_a_log_goes_on_where_it_was_when_an_answer_was_lost(
+    broker: BrokerProcess, cable: Cable, megabytes: int
+) -> None:
+    """Q6, T4: the broker's reader is past a batch that never arrived; the commit must not cover it."""
+    url = f"penstock://127.0.0.1:{cable.port}"
+    async with (
+        penstock.connect(broker.url()) as bus,
+        penstock.connect(url) as away,
+        away.subscribe("orders.*", group="g", mode="log") as sub,
+    ):
+        await bus.publish("orders.created", b"0", codec="raw")
+        assert [event.payload for event in await take(sub, 1)] == [b"0"]
+        coming = asyncio.create_task(take(sub, megabytes + 1))
+        await asyncio.sleep(0.2)  # the fetch is there
+        cable.swallows = True
+        large = [b"%d" % number + os.urandom(1 << 20) for number in range(1, megabytes + 1)]
+        await bus.publish_many("orders.created", large, codec="raw")
+        await asyncio.sleep(0.5)  # the answer is on its way
+        await bus.publish("orders.created", b"last", codec="raw")
+        cable.cut()
+        cable.swallows = False
+        cable.plug()
+        assert [event.payload for event in await coming] == [*large, b"last"]
+        await sub.commit()
+        assert await lag(bus, "g") == 0
 
 
 async def test_nothing_hangs_when_no_broker_comes_back(cable: Cable) -> None:
