@@ -219,11 +219,11 @@ class Session:
 
     async def _harden(self, settled: int) -> None:
         try:
-            await self._broker.engine.commits.flush()
-            self._durable = settled
+            await self._broker.engine.flush()  # what is rejected is buried first
+            self._durable = max(self._durable, settled)
         finally:
             self._hardening = None
-        self.send(Frame(Kind.BEAT, 0, encode(say.Beat(settled=settled))))
+        self.send(Frame(Kind.BEAT, 0, encode(say.Beat(settled=self._durable))))
 
     def _settle(self, settle: say.Settle) -> None:
         if settle.sequence <= self.settled:

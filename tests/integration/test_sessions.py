@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -15,6 +16,8 @@ import pytest_asyncio
 import penstock
 from penstock import errors
 from penstock.testing.broker_process import BrokerProcess
+from penstock.wire.frame import Frame, Kind
+from penstock.wire.message import Beat, encode
 
 DEADLINE_S = 20.0
 PATIENT = penstock.Retry(ladder_ms=(0,), max_attempts=50)
@@ -224,6 +227,27 @@ async def test_nobody_waits_longer_than_its_deadline_however_many_wait(cable: Ca
                 await asyncio.sleep(0)
         assert max(await asyncio.gather(*waiting)) < 1.6
         cable.plug()
+
+
+async def test_rejects_that_are_called_durable_are_dead_letters(broker: BrokerProcess) -> None:
+    """T5, T8: the client reports nothing again that a Beat has confirmed."""
+    async with penstock.connect(broker.url(), client__deadline_s=60.0) as bus:
+        await bus.publish_many("orders.created", [b"%d" % n + bytes(2_000) for n in range(50)])
+        async with bus.subscribe("orders.*", group="g", max_inflight=50, lease_s=60) as sub:
+            events = await take(sub, 50)
+            await bus.flush()
+            for event in events:
+                await event.reject("poison")
+            await asyncio.sleep(0)  # the report goes out
+            channel: Any = bus.engine.channel
+            channel._link.send(Frame(Kind.HEARTBEAT, 0, encode(Beat())))
+            async with asyncio.timeout(DEADLINE_S):
+                while channel._settles:
+                    await asyncio.sleep(0)
+            broker.kill()
+            await asyncio.to_thread(broker.start, server__session_s=8.0)
+            assert len(await bus.dead_letters.list(consumer="g")) == 50
+            assert await sub.get(timeout_s=0.5) is None
 
 
 async def test_leases_survive_a_broker_that_was_killed(broker: BrokerProcess) -> None:
