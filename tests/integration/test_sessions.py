@@ -426,6 +426,43 @@ async def test_what_a_dead_consumer_held_goes_to_another_after_its_session(
     await bus.engine.channel.close()
 
 
+@pytest.mark.parametrize("bounded", [True, False], ids=["penstock", "of-another-make"])
+async def test_transactions_happen_once_however_many_are_under_way(
+    broker: BrokerProcess, cable: Cable, bounded: bool
+) -> None:
+    """Q13, T4: a client repeats them after kill -9, and each is recognised or refused."""
+    url = f"penstock://127.0.0.1:{cable.port}"
+    async with penstock.connect(url, client__deadline_s=30.0) as bus:
+        await bus.publish("a.b", -1)
+        engine: Any = bus.engine
+        if not bounded:
+            engine._transactions = asyncio.Semaphore(1_000)
+        cable.swallows = True
+
+        async def one(number: int) -> None:
+            async with bus.transaction() as transaction:
+                transaction.publish("a.b", number)
+
+        tasks = []
+        for number in range(400):
+            tasks.append(asyncio.create_task(one(number)))
+            await asyncio.sleep(0.002)  # the broker has answered most, and refuses none
+        await asyncio.sleep(0.5)
+        await asyncio.to_thread(broker.kill)
+        cable.cut()
+        cable.swallows = False
+        cable.plug()
+        await asyncio.to_thread(broker.start, server__session_s=8.0)
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+        stored = [event.value() async for event in bus.replay("a.b")]
+        assert len(stored) == len(set(stored)), "something happened twice"
+        assert {number for number in range(400) if answers[number] is None} <= set(stored)
+        refused = [error for error in answers if error is not None]
+        if bounded:
+            assert refused == []
+        assert {type(error) for error in refused} <= {errors.ConnectionLost, errors.Deferred}
+
+
 async def test_publishes_are_stored_once_however_often_the_broker_is_killed(
     broker: BrokerProcess,
 ) -> None:
