@@ -102,6 +102,11 @@ class SessionState:
         if len(self.produced) > REMEMBERED_PUBLISHES:
             del self.produced[next(iter(self.produced))]
 
+    def may_have_forgotten(self, sequence: int) -> bool:
+        """Whether a publish that is not known may have been: it is older than all that are."""
+        full = len(self.produced) >= REMEMBERED_PUBLISHES
+        return full and sequence < next(iter(self.produced))
+
 
 class State:
     """The state, and how each entry changes it.

@@ -17,7 +17,7 @@ from penstock.engines.engine import Draft, LogFeed, QueueFeed, Request, Subscrib
 from penstock.engines.link import ClientLink
 from penstock.engines.remote_delivery import RemoteDelivery, RemoteQueue, settled_events
 from penstock.engines.remote_log import RemoteLog
-from penstock.engines.remote_publisher import RemotePublisher, described
+from penstock.engines.remote_publisher import SPREAD, RemotePublisher, described
 from penstock.engines.request import AdmitReplay
 from penstock.model.batch import EventBatch
 from penstock.model.errors import (
@@ -38,6 +38,9 @@ from penstock.wire.message import decode
 log = logging.getLogger("penstock.client")
 
 AGENT = "penstock-python"
+# Under way. With the publisher's frames these are fewer than a broker remembers of a session: what it
+# has forgotten when it comes back from a crash would happen again.
+MAX_TRANSACTIONS = 128
 MAX_REFUSALS = 1_000  # kept for a program that never flushes
 CHUNK_BYTES = 4 << 20
 
@@ -72,6 +75,7 @@ class BrokerEngine:
         self._publisher = RemotePublisher(
             self.channel, settings.client.linger_ms, settings.client.deadline_s
         )
+        self._transactions = asyncio.Semaphore(MAX_TRANSACTIONS)
         self._feeds: dict[int, RemoteQueue | RemoteLog] = {}
         self._feed = 0
         self._unreported: dict[RemoteDelivery, None] = {}
@@ -117,6 +121,19 @@ class BrokerEngine:
         """All of it or nothing; None, and nothing, when its key is that of an earlier one."""
         if transaction.key is not None:
             self._check_keys()
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + self._deadline_s
+        try:
+            async with asyncio.timeout_at(until_s - SPREAD * self._deadline_s):
+                await self._transactions.acquire()
+        except TimeoutError:
+            raise self.channel.unsent("no answer to the transactions sent before this") from None
+        try:
+            return await self._transact(transaction, until_s - loop.time())
+        finally:
+            self._transactions.release()
+
+    async def _transact(self, transaction: Transaction, deadline_s: float) -> list[Receipt] | None:
         parts: list[Bytes] = []
         drafts = [described(draft, parts) for draft in transaction.drafts]
         await self._rejoined()
@@ -131,7 +148,7 @@ class BrokerEngine:
             [(settle.delivery.number, settle.index) for settle in transaction.acks],
             [commit for _, commit in cursors], transaction.key,
         )  # fmt: skip
-        answer = await self.channel.call(Kind.TRANSACT, message, parts)
+        answer = await self.channel.call(Kind.TRANSACT, message, parts, deadline_s=deadline_s)
         published: say.Published = decode(answer.meta, say.Published)
         if published.key_known:
             return None

@@ -1,4 +1,4 @@
-"""Asking: what a client of the broker reads and administers."""
+"""Asking: what a client of the broker fetches, reads and administers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_CHUNK_BYTES = 16 << 20  # of one answer, whatever the client asks for: it is
 
 
 class Asking:
-    """Answers reads and administrative requests of one session."""
+    """Answers fetches, reads and administrative requests of one session."""
 
     def __init__(self, broker: Broker, session: Session) -> None:
         self._broker = broker
@@ -44,6 +44,23 @@ class Asking:
                 break
         await batches.aclose()  # type: ignore[attr-defined]
         return Frame(Kind.RESULT, frame.request, encode(say.Chunk(end)), parts)
+
+    async def fetch(self, frame: Frame) -> Frame:
+        """The next batch of a log feed; the request may come again, and so does the batch then."""
+        feed = decode(frame.meta, say.Feed).feed
+        await self._session.opened(feed)
+        batch, epoch = await self._session.log_outlet(feed).fetch(frame.request)
+        self._broker.delivered(batch, batch.count, 1)
+        return Frame(Kind.RESULT, frame.request, encode(say.Fetched(epoch)), (batch.encode(),))
+
+    async def commit(self, frame: Frame) -> Frame:
+        """How far a client is in a log feed."""
+        commit = decode(frame.meta, say.Commit)
+        await self._session.opened(commit.feed)
+        outlet = self._session.log_outlet(commit.feed)
+        outlet.mark(commit)
+        await outlet.reader.commit()
+        return Frame(Kind.RESULT, frame.request, b"")
 
     async def ask(self, frame: Frame) -> Frame:
         """Administration, within the rights of the client."""

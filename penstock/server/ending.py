@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from penstock.server.session import Session
 
 HEARD_S = 0.1  # what clients did before they were told is here by then
+HARDEN_S = 1.0  # at least, whatever is left of the time: what was settled should be durable
 LOOK_AGAIN_S = 0.02  # at what consumers still have in hand
 
 
@@ -24,9 +26,12 @@ async def finished(sessions: Mapping[str, Session], end: float) -> None:
         await asyncio.sleep(LOOK_AGAIN_S)
     for session in list(sessions.values()):
         await session.finished(end - time.monotonic())
-    hardening = [session.harden() for session in sessions.values()]
-    # A disk that fails now is reported when the engine is closed.
-    await asyncio.gather(*hardening, return_exceptions=True)
+    hardening = asyncio.gather(
+        *(session.harden() for session in sessions.values()), return_exceptions=True
+    )
+    # A disk that fails now is reported when the engine is closed. While it is full, dead letters wait.
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(hardening, max(HARDEN_S, end - time.monotonic()))
 
 
 def _holds(session: Session) -> bool:

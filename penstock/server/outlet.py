@@ -224,9 +224,21 @@ class LogOutlet:
         self.wanted = wanted
         self.reader = reader
         self._fetching: asyncio.Task[Handed] | None = None
+        self._last: Handed | None = None
+        """What was handed out last: the reader is past it, and its answer may never have arrived."""
+        self._askers: set[int] = set()
+        """The requests that were answered with it."""
+        self._newest = 0
+        """The last request that was answered at all."""
 
-    async def fetch(self) -> Handed:
-        """The next batch. A fetch that was given up is taken up by the next one."""
+    async def fetch(self, request: int) -> Handed:
+        """The next batch, or the same again for a request that comes again.
+
+        A fetch that was given up is taken up by the next one.
+        """
+        again = self._again(request)
+        if again is not None:
+            return again
         if self._fetching is None:
             self._fetching = asyncio.create_task(self._receive())
         try:
@@ -234,12 +246,37 @@ class LogOutlet:
         finally:
             if self._fetching is not None and self._fetching.done():
                 self._fetching = None
+        self._newest = max(self._newest, request)
+        if handed is self._last:
+            self._askers.add(request)
         if tracing.tracer is not None:
             tracing.delivering(handed.batch, self.wanted.group, 1)
         return handed
 
     async def _receive(self) -> Handed:
-        return await self.reader.receive()
+        self._last = None  # whoever asks for the next one has it
+        self._askers.clear()
+        self._last = await self.reader.receive()
+        return self._last
+
+    def _again(self, request: int) -> Handed | None:
+        """What a request was answered with before, unless the group was set elsewhere since."""
+        if self._last is not None and request in self._askers:
+            batch, epoch = self._last
+            return self._last if epoch == self.reader.epoch(batch.topic, batch.partition) else None
+        if request <= self._newest:
+            # The next batch in place of one that is not here any more would hide that it is missing.
+            raise DeliveryError(
+                f"fetch {request} came again after a later one, or after its answer was confirmed; "
+                "nothing was handed out. Fetch one batch at a time; subscribe again, and all that is "
+                "not committed comes again"
+            )
+        return None
+
+    def forget_before(self, request: int) -> None:
+        """The client has all answers to requests before this one."""
+        if self._newest < request:
+            self._last = None
 
     def mark(self, commit: Commit) -> None:
         """The client is through with everything before these offsets."""

@@ -37,6 +37,8 @@ log = logging.getLogger("penstock.server")
 # Answers kept for a client that may have missed them: as many as it can have requests open.
 MAX_KEPT_ANSWERS = 4_096
 MAX_KEPT_BYTES = 32 << 20
+# Not among them: asked again, a Read reads again, and a log feed has its last batch.
+ASKED_AGAIN = (Kind.READ, Kind.FETCH)
 MAX_FEEDS = 1_024  # of one session
 DIRECT_FEED = 0  # clients number their own feeds from 1
 CONFIRM_EVERY = 256  # settlements, so that a busy client need not keep many
@@ -78,8 +80,8 @@ class Session:
             Kind.TRANSACT: self._storing.transact,
             Kind.SUBSCRIBE: self._subscribe,
             Kind.UNSUBSCRIBE: self._unsubscribe,
-            Kind.FETCH: self._fetch,
-            Kind.COMMIT: self._commit,
+            Kind.FETCH: asking.fetch,
+            Kind.COMMIT: asking.commit,
             Kind.READ: asking.read,
             Kind.ASK: asking.ask,
             Kind.FLUSH: asking.flush,
@@ -191,7 +193,7 @@ class Session:
             answer = Frame(Kind.FAULT, request, encode(to_fault(error)))
             self._broker.failed(error)
         self._working.pop(request, None)
-        if kind != Kind.READ and self.hello.resumable:  # asked again, it reads again
+        if kind not in ASKED_AGAIN and self.hello.resumable:
             self._answers.keep(answer)
         self.send(answer)
         del frame
@@ -204,6 +206,9 @@ class Session:
         if self._beats > MAX_BEATS_PER_S:
             raise ProtocolViolation(f"more than {MAX_BEATS_PER_S} heartbeats in a second")
         self._answers.forget_before(beat.answered)
+        for outlet in self.feeds.values():
+            if isinstance(outlet, LogOutlet):
+                outlet.forget_before(beat.answered)
         self._confirm()
 
     def _confirm(self) -> None:
@@ -214,11 +219,11 @@ class Session:
 
     async def _harden(self, settled: int) -> None:
         try:
-            await self._broker.engine.commits.flush()
-            self._durable = settled
+            await self._broker.engine.flush()  # what is rejected is buried first
+            self._durable = max(self._durable, settled)
         finally:
             self._hardening = None
-        self.send(Frame(Kind.BEAT, 0, encode(say.Beat(settled=settled))))
+        self.send(Frame(Kind.BEAT, 0, encode(say.Beat(settled=self._durable))))
 
     def _settle(self, settle: say.Settle) -> None:
         if settle.sequence <= self.settled:
@@ -329,7 +334,7 @@ class Session:
             del self._ended[next(iter(self._ended))]
         self.send(self._ended[feed])
 
-    async def _opened(self, feed: int) -> None:
+    async def opened(self, feed: int) -> None:
         """Wait for a subscribe that came just before."""
         if feed in self._opening:
             await asyncio.shield(self._opening[feed])
@@ -342,21 +347,6 @@ class Session:
                 raise to_error(decode(self._ended[feed].meta, say.Feed).fault)
             raise BusClosed("the subscription is closed; subscribe again")
         return outlet
-
-    async def _fetch(self, frame: Frame) -> Frame:
-        feed = decode(frame.meta, say.Feed).feed
-        await self._opened(feed)
-        batch, epoch = await self.log_outlet(feed).fetch()
-        self._broker.delivered(batch, batch.count, 1)
-        return Frame(Kind.RESULT, frame.request, encode(say.Fetched(epoch)), (batch.encode(),))
-
-    async def _commit(self, frame: Frame) -> Frame:
-        commit = decode(frame.meta, say.Commit)
-        await self._opened(commit.feed)
-        outlet = self.log_outlet(commit.feed)
-        outlet.mark(commit)
-        await outlet.reader.commit()
-        return Frame(Kind.RESULT, frame.request, b"")
 
     # -- the end -------------------------------------------------------------------------------
 

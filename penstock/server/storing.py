@@ -12,6 +12,7 @@ from penstock.bus import tracing
 from penstock.core.admission import ADMITTED
 from penstock.core.entry import Entry, Produced
 from penstock.core.respite import MOST_TENANTS, RATES
+from penstock.core.state import SessionState
 from penstock.engines.bundle import Bundle, combined
 from penstock.engines.embedded import EmbeddedEngine
 from penstock.engines.engine import Draft, Settle, Transaction
@@ -33,6 +34,7 @@ from penstock.server.fastpath import FastPath
 from penstock.server.inbound import check_transaction_key, inbound, owner
 from penstock.server.line import Line, Place
 from penstock.server.metrics_counters import Counters, duplicates_in
+from penstock.server.recall import Recall
 from penstock.wire import message as say
 from penstock.wire.fault import to_fault
 from penstock.wire.frame import Bytes, Frame, Kind
@@ -66,10 +68,30 @@ class Storing:
         self._session = session
         self._bundle = Bundle(engine)
         self._line = Line()
+        self._recall = Recall()
 
     async def publish(self, frame: Frame) -> Frame:
         """Store the drafts of a frame, or say where they went when it came before."""
         wish: say.Publish = decode(frame.meta, say.Publish)
+        self._begin(wish.sequence)
+        try:
+            return await self._publish_in_order(frame, wish)
+        finally:
+            self._recall.end()
+
+    def _begin(self, sequence: int) -> None:
+        """Before anything waits; who cannot come back does not repeat anything."""
+        known = self._known() if self._session.hello.resumable else None
+        try:
+            self._recall.begin(sequence, known)
+        except Rejected as error:
+            self._refused(error)
+            raise
+
+    def _known(self) -> SessionState | None:
+        return self._engine.state.sessions.get(self._session.id)
+
+    async def _publish_in_order(self, frame: Frame, wish: say.Publish) -> Frame:
         topics = {draft.topic for draft in wish.drafts}
         ahead, large = self._ahead(wish), self._fastpath.wants(frame.size_bytes)
         if not (ahead or large or len(wish.drafts) >= TURN_BATCHES or self._line.before(topics)):
@@ -223,7 +245,7 @@ class Storing:
 
     def _before(self, sequence: int) -> dict[int, list[tuple[int, int, int]]]:
         """Where the drafts of an earlier publish went: partition, offset and count, by draft."""
-        known = self._engine.state.sessions.get(self._session.id)
+        known = self._known()
         places = known.produced.get(sequence) if known is not None else None
         found: dict[int, list[tuple[int, int, int]]] = {}
         for at in range(0, len(places or ()), 4):
@@ -247,16 +269,19 @@ class Storing:
 
     async def transact(self, frame: Frame) -> Frame:
         """Publishes, acks and cursors together."""
+        wish: say.Transact = decode(frame.meta, say.Transact)
+        self._begin(wish.sequence)
         try:
-            return await self._transact(frame)
+            return await self._transact(frame, wish)
         except Rejected as error:
             self._refused(error)
             raise
+        finally:
+            self._recall.end()
 
-    async def _transact(self, frame: Frame) -> Frame:
-        wish: say.Transact = decode(frame.meta, say.Transact)
+    async def _transact(self, frame: Frame, wish: say.Transact) -> Frame:
         stored = self._before(wish.sequence)
-        known = self._engine.state.sessions.get(self._session.id)
+        known = self._known()
         if known is not None and wish.sequence in known.produced:
             if not stored.keys() >= set(range(len(wish.drafts))):
                 raise ProtocolViolation(

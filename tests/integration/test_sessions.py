@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -14,6 +16,8 @@ import pytest_asyncio
 import penstock
 from penstock import errors
 from penstock.testing.broker_process import BrokerProcess
+from penstock.wire.frame import Frame, Kind
+from penstock.wire.message import Beat, encode
 
 DEADLINE_S = 20.0
 PATIENT = penstock.Retry(ladder_ms=(0,), max_attempts=50)
@@ -159,6 +163,34 @@ async def test_a_publish_while_the_connection_is_down_succeeds_once_it_is_back(
         assert sorted(stored) == list(range(300))
 
 
+@pytest.mark.parametrize("megabytes", [1, 40], ids=["small", "more-than-is-kept"])
+async def test_a_log_goes_on_where_it_was_when_an_answer_was_lost(
+    broker: BrokerProcess, cable: Cable, megabytes: int
+) -> None:
+    """Q6, T4: the broker's reader is past a batch that never arrived; the commit must not cover it."""
+    url = f"penstock://127.0.0.1:{cable.port}"
+    async with (
+        penstock.connect(broker.url()) as bus,
+        penstock.connect(url) as away,
+        away.subscribe("orders.*", group="g", mode="log") as sub,
+    ):
+        await bus.publish("orders.created", b"0", codec="raw")
+        assert [event.payload for event in await take(sub, 1)] == [b"0"]
+        coming = asyncio.create_task(take(sub, megabytes + 1))
+        await asyncio.sleep(0.2)  # the fetch is there
+        cable.swallows = True
+        large = [b"%d" % number + os.urandom(1 << 20) for number in range(1, megabytes + 1)]
+        await bus.publish_many("orders.created", large, codec="raw")
+        await asyncio.sleep(0.5)  # the answer is on its way
+        await bus.publish("orders.created", b"last", codec="raw")
+        cable.cut()
+        cable.swallows = False
+        cable.plug()
+        assert [event.payload for event in await coming] == [*large, b"last"]
+        await sub.commit()
+        assert await lag(bus, "g") == 0
+
+
 async def test_nothing_hangs_when_no_broker_comes_back(cable: Cable) -> None:
     url = f"penstock://127.0.0.1:{cable.port}"
     async with penstock.connect(url, client__deadline_s=1.0) as bus:
@@ -195,6 +227,27 @@ async def test_nobody_waits_longer_than_its_deadline_however_many_wait(cable: Ca
                 await asyncio.sleep(0)
         assert max(await asyncio.gather(*waiting)) < 1.6
         cable.plug()
+
+
+async def test_rejects_that_are_called_durable_are_dead_letters(broker: BrokerProcess) -> None:
+    """T5, T8: the client reports nothing again that a Beat has confirmed."""
+    async with penstock.connect(broker.url(), client__deadline_s=60.0) as bus:
+        await bus.publish_many("orders.created", [b"%d" % n + bytes(2_000) for n in range(50)])
+        async with bus.subscribe("orders.*", group="g", max_inflight=50, lease_s=60) as sub:
+            events = await take(sub, 50)
+            await bus.flush()
+            for event in events:
+                await event.reject("poison")
+            await asyncio.sleep(0)  # the report goes out
+            channel: Any = bus.engine.channel
+            channel._link.send(Frame(Kind.HEARTBEAT, 0, encode(Beat())))
+            async with asyncio.timeout(DEADLINE_S):
+                while channel._settles:
+                    await asyncio.sleep(0)
+            broker.kill()
+            await asyncio.to_thread(broker.start, server__session_s=8.0)
+            assert len(await bus.dead_letters.list(consumer="g")) == 50
+            assert await sub.get(timeout_s=0.5) is None
 
 
 async def test_leases_survive_a_broker_that_was_killed(broker: BrokerProcess) -> None:
@@ -371,6 +424,43 @@ async def test_what_a_dead_consumer_held_goes_to_another_after_its_session(
         for event in events:
             await event.ack()
     await bus.engine.channel.close()
+
+
+@pytest.mark.parametrize("bounded", [True, False], ids=["penstock", "of-another-make"])
+async def test_transactions_happen_once_however_many_are_under_way(
+    broker: BrokerProcess, cable: Cable, bounded: bool
+) -> None:
+    """Q13, T4: a client repeats them after kill -9, and each is recognised or refused."""
+    url = f"penstock://127.0.0.1:{cable.port}"
+    async with penstock.connect(url, client__deadline_s=30.0) as bus:
+        await bus.publish("a.b", -1)
+        engine: Any = bus.engine
+        if not bounded:
+            engine._transactions = asyncio.Semaphore(1_000)
+        cable.swallows = True
+
+        async def one(number: int) -> None:
+            async with bus.transaction() as transaction:
+                transaction.publish("a.b", number)
+
+        tasks = []
+        for number in range(400):
+            tasks.append(asyncio.create_task(one(number)))
+            await asyncio.sleep(0.002)  # the broker has answered most, and refuses none
+        await asyncio.sleep(0.5)
+        await asyncio.to_thread(broker.kill)
+        cable.cut()
+        cable.swallows = False
+        cable.plug()
+        await asyncio.to_thread(broker.start, server__session_s=8.0)
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+        stored = [event.value() async for event in bus.replay("a.b")]
+        assert len(stored) == len(set(stored)), "something happened twice"
+        assert {number for number in range(400) if answers[number] is None} <= set(stored)
+        refused = [error for error in answers if error is not None]
+        if bounded:
+            assert refused == []
+        assert {type(error) for error in refused} <= {errors.ConnectionLost, errors.Deferred}
 
 
 async def test_publishes_are_stored_once_however_often_the_broker_is_killed(

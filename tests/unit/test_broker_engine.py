@@ -10,9 +10,9 @@ import pytest
 import penstock
 from penstock import errors
 from penstock.core.entry import GroupSpec
-from penstock.engines.broker import BrokerEngine
+from penstock.engines.broker import MAX_TRANSACTIONS, BrokerEngine
 from penstock.engines.channel import Channel
-from penstock.engines.engine import Subscribe
+from penstock.engines.engine import Draft, Subscribe, Transaction
 from penstock.engines.remote_delivery import RemoteQueue
 from penstock.model.batch import EventBatch
 from penstock.model.loader import load
@@ -199,3 +199,55 @@ async def test_a_flush_does_not_vouch_for_what_the_broker_refused() -> None:
     with pytest.raises(errors.LeaseExpired, match="2 settlements"):
         await client.engine.flush()
     await client.engine.flush()
+
+
+class Silent:
+    """In place of a connection: takes everything, and says nothing."""
+
+    def __init__(self) -> None:
+        self.max_frame_bytes = 1 << 20
+        self.sent: list[Frame] = []
+
+    def send(self, frame: Frame) -> None:
+        self.sent.append(frame)
+
+
+def transacting(link: Silent, count: int) -> tuple[Any, list[asyncio.Task[Any]]]:
+    settings = load(None, {}, {"client.deadline_s": 1.0})
+    engine = BrokerEngine(lambda: link, settings, penstock.Identity(), "c")  # type: ignore[arg-type, return-value]
+    channel: Any = engine.channel
+    channel._link, channel.welcome = link, say.Welcome("s", "b")
+    draft = Draft("a.b", [b"x"], tenant="acme", codec="raw")
+    tasks = [
+        asyncio.create_task(engine.transact(Transaction([draft], [], []))) for _ in range(count)
+    ]
+    return channel, tasks
+
+
+async def test_transactions_under_way_are_no_more_than_a_broker_remembers() -> None:
+    """Q13: the others go when there is room, in their order."""
+    link = Silent()
+    channel, tasks = transacting(link, MAX_TRANSACTIONS + 10)
+    await turn()
+    assert len(link.sent) == MAX_TRANSACTIONS
+    for frame in link.sent[:10]:
+        channel._received(Frame(Kind.RESULT, frame.request, say.encode(say.Published([]))))
+    await turn()
+    assert len(link.sent) == MAX_TRANSACTIONS + 10
+    sequences = [say.decode(frame.meta, say.Transact).sequence for frame in link.sent]
+    assert sequences == sorted(sequences)
+    for frame in link.sent[10:]:
+        channel._received(Frame(Kind.RESULT, frame.request, say.encode(say.Published([]))))
+    await asyncio.gather(*tasks)
+
+
+async def test_a_transaction_behind_a_silent_broker_was_not_sent() -> None:
+    """T4: nobody waits longer than its deadline, and who was not sent hears that."""
+    link = Silent()
+    _, tasks = transacting(link, MAX_TRANSACTIONS + 10)
+    async with asyncio.timeout(1.6):
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+    lost, unsent = answers[:MAX_TRANSACTIONS], answers[MAX_TRANSACTIONS:]
+    assert {type(error) for error in lost} == {errors.ConnectionLost}
+    assert {type(error) for error in unsent} == {errors.BrokerUnreachable}
+    assert len(link.sent) == MAX_TRANSACTIONS

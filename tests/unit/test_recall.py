@@ -1,0 +1,60 @@
+"""What a broker remembers of a session's publishes, and what it refuses beyond that (Q13, T4)."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.core.entry import Produced, SessionPut
+from penstock.core.state import REMEMBERED_PUBLISHES, SessionState, State, load_pieces, pieces_of
+from penstock.engines.broker import MAX_TRANSACTIONS
+from penstock.engines.remote_publisher import MAX_UNDER_WAY
+from penstock.model.errors import ConnectionLost, Deferred
+from penstock.server.recall import Recall
+
+MOST = REMEMBERED_PUBLISHES
+
+
+def session(stored: int) -> SessionState:
+    """A session as a broker knows it that was restarted after so many publishes."""
+    state = State()
+    state.apply(SessionPut("s", "c", "acme", "me", (), (), 1, True))
+    for sequence in range(1, stored + 1):
+        state.apply(Produced("s", sequence, []))
+    return load_pieces(pieces_of(state, 0)).sessions["s"]
+
+
+def test_a_client_has_fewer_under_way_than_are_remembered() -> None:
+    assert MAX_TRANSACTIONS + MAX_UNDER_WAY < MOST
+
+
+@pytest.mark.parametrize("stored", [0, 1, MOST - 1, MOST, MOST + 1, 3 * MOST])
+def test_what_may_have_been_stored_is_known_or_refused(stored: int) -> None:
+    known, recall = session(stored), Recall()
+    for sequence in range(1, stored - MOST + 1):
+        with pytest.raises(ConnectionLost) as raised:
+            recall.begin(sequence, known)
+        assert raised.value.outcome == "unknown"
+    for sequence in range(max(1, stored - MOST + 1), stored + 1):
+        assert sequence in known.produced
+        recall.begin(sequence, known)
+        recall.end()
+    recall.begin(stored + 1, known)
+
+
+def test_new_ones_are_refused_beyond_what_is_remembered_and_repeated_ones_never() -> None:
+    known, recall = session(10), Recall()
+    for sequence in range(11, 11 + MOST):
+        recall.begin(sequence, known)
+    with pytest.raises(Deferred, match="nothing of this one was stored") as raised:
+        recall.begin(11 + MOST, known)
+    assert raised.value.retry_after_s > 0
+    recall.begin(10, known)  # came before, and is only told so
+    recall.end()
+    recall.end()
+    recall.begin(11 + MOST, known)
+
+
+def test_who_cannot_come_back_may_have_as_many_as_it_likes() -> None:
+    recall = Recall()
+    for sequence in range(4 * MOST):
+        recall.begin(sequence, None)
