@@ -24,6 +24,7 @@ from penstock.engines.views import (
     LaneInfo,
     TopicInfo,
     group_info,
+    known_partition,
     known_topic,
     retention_of,
     topic_info,
@@ -188,7 +189,7 @@ class Administration:
         engine.housekeeper.wake()
 
     async def _find_offset(self, request: ask.FindOffset) -> int:
-        self._spec(request.topic)
+        known_partition(self._engine.state, request.topic, request.partition)
         log = self._engine.log
         return await self._engine.runtime.read(
             log.find_time, request.topic, request.partition, request.time_us

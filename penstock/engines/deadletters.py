@@ -24,6 +24,7 @@ from penstock.engines.operator_rules import (
     signed,
 )
 from penstock.engines.request import ListDead
+from penstock.engines.views import known_partition
 from penstock.model.batch import EventBatch
 from penstock.model.errors import (
     AlreadyExists,
@@ -35,6 +36,7 @@ from penstock.model.errors import (
     UnknownDeadLetter,
     UnknownGroup,
     UnknownMessage,
+    UnknownTopic,
 )
 from penstock.model.event import Event, MessageId, Receipt
 from penstock.model.topic import check_topic
@@ -371,8 +373,9 @@ class Graveyard:
                 f"message {id} is not of topic {topic!r}", id=id, topic=place.topic
             )
         try:
+            known_partition(self._engine.state, place.topic, place.partition)
             return await self._engine.event_at(*place)
-        except OffsetExpired as error:
+        except (OffsetExpired, UnknownTopic) as error:
             raise UnknownMessage(f"no event {id}: {error.message}", id=id) from None
 
     def _audit(

@@ -12,6 +12,7 @@ from penstock.core.lease import OUT, STATES, Lane, Lease
 from penstock.core.quota import AdmissionLimits
 from penstock.core.takeup import adopt, release
 from penstock.core.window import Windows
+from penstock.engines.coldline import ColdLines
 from penstock.engines.handle import Inbox, LeasedBatch
 from penstock.engines.runtime import Runtime
 from penstock.log.eventlog import EventLog, InMemory
@@ -50,6 +51,7 @@ class Dispatcher:
         self._alarms: dict[str, tuple[float, asyncio.TimerHandle]] = {}
         """When each machine is to be looked at again; handles of uvloop do not say it themselves."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._cold = ColdLines(log, runtime, self._put, self.touched)
         self._owner: dict[int, QueueGroup] = {}
 
     # -- groups and members --------------------------------------------------------------------
@@ -215,33 +217,19 @@ class Dispatcher:
             inbox = self._inboxes.get((group.name, lease.member.id))
             if inbox is None or not lease.open:
                 continue
+            if inbox.line:  # nothing overtakes what is being read from files
+                self._cold.add(group, inbox, lease)
+                continue
             lane = lease.lane
             try:
                 sources = self._log.plan(lane.topic, lane.partition, lease.start, lease.count)
-            except OffsetExpired as error:
-                self._expired(group, lease, error)
+            except OffsetExpired:
+                self._cold.add(group, inbox, lease)  # it sees what is left
                 continue
             if all(isinstance(source, InMemory) for source in sources):
                 self._put(group, inbox, lease, self._log.load(sources, lease.start, lease.count))
             else:
-                self._spawn(self._deliver_cold(group, inbox, lease, lease.start))
-
-    async def _deliver_cold(
-        self, group: QueueGroup, inbox: Inbox, lease: Lease, offset: int
-    ) -> None:
-        lane, stop = lease.lane, lease.start + lease.count
-        while offset < stop:
-            try:
-                sources = self._log.plan(lane.topic, lane.partition, offset, stop - offset)
-                batches = await self._runtime.read(self._log.load, sources, offset, stop - offset)
-            except OffsetExpired as error:
-                self._expired(group, lease, error)
-                return
-            except PenstockError as error:
-                inbox.stop(error)
-                return
-            self._put(group, inbox, lease, batches)
-            offset = batches[-1].end_offset
+                self._cold.add(group, inbox, lease)
 
     def _put(
         self, group: QueueGroup, inbox: Inbox, lease: Lease, batches: Sequence[EventBatch]
@@ -269,18 +257,6 @@ class Dispatcher:
             if lease.states[at] == OUT and not group.spec.wants(headers):
                 group.ack(lease, at, now)
         self.touched(group)
-
-    def _expired(self, group: QueueGroup, lease: Lease, error: OffsetExpired) -> None:
-        """Retention overtook the group: what is gone cannot be delivered any more."""
-        gone = min(lease.count, error.first_offset - lease.start)
-        for index in range(gone):
-            if lease.states[index] == OUT:
-                group.ack(lease, index, self._runtime.now())
-        self.touched(group)
-        if gone < lease.count:
-            inbox = self._inboxes.get((group.name, lease.member.id))
-            if inbox is not None:
-                self._spawn(self._deliver_cold(group, inbox, lease, lease.start + gone))
 
     # -- looking ahead -------------------------------------------------------------------------
 
@@ -326,7 +302,7 @@ class Dispatcher:
             try:
                 sources = self._log.plan(run.lane.topic, run.lane.partition, offset, stop - offset)
                 batches = await self._runtime.read(self._log.load, sources, offset, stop - offset)
-            except OffsetExpired as error:  # retention overtook the group: `_expired` will see
+            except OffsetExpired as error:  # retention overtook the group: `ColdLines` will see
                 gone = min(stop, max(error.first_offset, offset + 1)) - offset
                 keys += [None] * gone
                 priorities += [0] * gone
@@ -369,3 +345,4 @@ class Dispatcher:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._cold.close()

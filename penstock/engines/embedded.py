@@ -43,7 +43,7 @@ from penstock.engines.runtime import Runtime
 from penstock.engines.taken import Taken
 from penstock.engines.timekeeper import Timekeeper
 from penstock.engines.topics import Topics
-from penstock.engines.views import known_topic
+from penstock.engines.views import known_partition
 from penstock.log.disk import Disk, Lock, read_file, write_file
 from penstock.log.gather import event_bytes
 from penstock.log.journal import Journal
@@ -304,7 +304,7 @@ class EmbeddedEngine:
         self, topic: str, partition: int, start: int, stop: int | None
     ) -> AsyncIterator[EventBatch]:
         """Stored batches in order."""
-        known_topic(self.state, topic)
+        known_partition(self.state, topic, partition)
         return stored_batches(self.log, self.runtime, topic, partition, start, stop)
 
     async def subscribe(self, subscribe: Subscribe) -> QueueFeed | LogFeed:

@@ -17,7 +17,7 @@ from penstock.engines.engine import Draft, LogFeed, QueueFeed, Request, Subscrib
 from penstock.engines.logreader import LogGroup
 from penstock.engines.reading import event_at, stored_batches
 from penstock.engines.runtime import Runtime
-from penstock.engines.views import known_topic, recorded_group, topic_info
+from penstock.engines.views import known_partition, recorded_group, topic_info
 from penstock.log.auditreader import AuditReader
 from penstock.log.disk import Disk, read_file
 from penstock.log.recovery import Recovery, check_folder
@@ -92,7 +92,7 @@ class FollowerEngine:
     ) -> AsyncIterator[EventBatch]:
         """Stored batches in order."""
         self._advance()
-        known_topic(self.state, topic)
+        known_partition(self.state, topic, partition)
         return stored_batches(self.log, self.runtime, topic, partition, start, stop)
 
     async def subscribe(self, subscribe: Subscribe) -> QueueFeed | LogFeed:
@@ -147,7 +147,7 @@ class FollowerEngine:
             case requests.AdmitReplay():
                 return None  # who can read the files needs no leave
             case requests.FindOffset():
-                known_topic(self.state, request.topic)
+                known_partition(self.state, request.topic, request.partition)
                 return self.log.find_time(request.topic, request.partition, request.time_us)
             case requests.ListGroups():
                 return [self._group(name) for name in sorted(self.state.groups)]

@@ -106,6 +106,8 @@ class Inbox:
         self.member = member
         self.taker: Callable[[LeasedBatch], bool] | None = None
         """Takes what arrives at once, if it can; what it does not take waits for `receive`."""
+        self.line: deque[tuple[Lease, asyncio.Task[list[EventBatch]]]] = deque()
+        """Leases whose events are being read from files, and those behind them: put in this order."""
         self._leave = leave
         self._waiting: deque[LeasedBatch] = deque()
         self._getter: asyncio.Future[None] | None = None
@@ -114,6 +116,8 @@ class Inbox:
 
     def put(self, delivery: LeasedBatch) -> None:
         """Something arrived."""
+        if self._stopped is not None:
+            return  # what lies before it may be missing; all of it returns when the member leaves
         if self.taker is not None and not self._waiting and self.taker(delivery):
             return
         self._waiting.append(delivery)

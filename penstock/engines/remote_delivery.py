@@ -32,6 +32,8 @@ from penstock.wire.message import Deliver, Held, Refused, Settlement
 
 NOBODY = Member("", 0)
 SAID_BEFORE = "said before the broker was restarted"
+# Deliveries held before those that ran out are looked for: most are settled long before.
+SWEEP_LEAST = 16
 
 
 class RemoteDelivery:
@@ -168,6 +170,8 @@ class RemoteQueue:
         self.wanted = wanted
         self.lease_s = wanted.spec.lease_s
         self.held: dict[int, RemoteDelivery] = {}
+        """Deliveries with something to settle, and some that ran out since the last sweep."""
+        self._sweep_above = SWEEP_LEAST
         self.paused = False
         """The broker stops: events that nobody was handed yet are left to its next life."""
         self.now = asyncio.get_running_loop().time
@@ -179,10 +183,23 @@ class RemoteQueue:
 
     def delivered(self, deliver: Deliver, batch: EventBatch) -> None:
         """Events came."""
+        if len(self.held) > self._sweep_above:
+            self._sweep()
         delivery = RemoteDelivery(self, deliver, batch)
         self.held[deliver.delivery] = delivery
         self._waiting.append(delivery)
         self._ring()
+
+    def _sweep(self) -> None:
+        """Let go of what ran out: whoever took it and does not settle it would never say so.
+
+        The broker does the same there. Only what has doubled since the last time is looked through.
+        """
+        now = self.now()
+        for delivery in list(self.held.values()):
+            for index in delivery.lease.expiring(now):
+                delivery.end(index, EXPIRED)
+        self._sweep_above = max(SWEEP_LEAST, 2 * len(self.held))
 
     @property
     def stopped(self) -> bool:

@@ -95,6 +95,15 @@ def known_topic(state: State, topic: str) -> TopicSpec:
     return spec
 
 
+def known_partition(state: State, topic: str, partition: int) -> None:
+    """Raise unless a topic exists and has this partition: looking for others would leave traces."""
+    count = known_topic(state, topic).partitions
+    if not 0 <= partition < count:
+        raise UnknownTopic(
+            f"{topic!r} has partitions 0 to {count - 1}, not {partition}", topic=topic
+        )
+
+
 def retention_of(spec: TopicSpec, general: Retention) -> Retention:
     """The retention of one topic: its own where it has one."""
     return msgspec.structs.replace(

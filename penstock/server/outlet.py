@@ -28,6 +28,8 @@ log = logging.getLogger("penstock.server")
 MOST_CALLS = 16
 MAX_REASON_CHARACTERS = 4_096  # kept with a dead letter, in the journal and in its headers
 MOST_REFUSALS = 100  # of one delivery that is gone; one would tell the client as much
+# Deliveries held before those that ran out are looked for: most are settled long before.
+SWEEP_LEAST = 16
 
 
 class QueueOutlet:
@@ -36,7 +38,8 @@ class QueueOutlet:
     def __init__(self, session: Session, feed: int, wanted: Wanted, inbox: Inbox) -> None:
         self.wanted = wanted
         self.held: dict[int, LeasedBatch] = {}
-        """Deliveries of which something is not settled yet."""
+        """Deliveries of which something is not settled yet, and some that ran out since the last sweep."""
+        self._sweep_above = SWEEP_LEAST
         self._session = session
         self._feed = feed
         self._inbox = inbox
@@ -70,9 +73,21 @@ class QueueOutlet:
         return True
 
     def _deliver(self, leased: LeasedBatch) -> None:
+        if len(self.held) > self._sweep_above:
+            self._sweep()
         number = self._session.next_delivery()
         self.held[number] = leased
         self.send(number)
+
+    def _sweep(self) -> None:
+        """Forget what ran out: nobody settles it any more, and it would keep its events in memory.
+
+        Only what has doubled since the last time is looked through, so each delivery pays for one look
+        or two.
+        """
+        for number in list(self.held):
+            self.drop_settled(number)
+        self._sweep_above = max(SWEEP_LEAST, 2 * len(self.held))
 
     def _failed(self, error: Exception) -> None:
         self._inbox.taker = None

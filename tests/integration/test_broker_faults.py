@@ -1167,6 +1167,41 @@ async def test_a_feed_of_a_client_that_left_waits_without_spinning(tmp_path: Pat
         await daemon.stop()
 
 
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("late", [False, True])
+async def test_a_consumer_that_settles_nothing_in_time_costs_no_memory(
+    tmp_path: Path, late: bool
+) -> None:
+    """Q7, found by review: each lease that ran out was kept, with its events, until the feed ended."""
+    daemon = broker_inside(tmp_path, {})
+    await daemon.start()
+    refused = attempts = 0
+    try:
+        url = f"penstock://127.0.0.1:{daemon.ports['tcp']}"
+        async with penstock.connect(url) as bus:
+            await bus.publish_many("t", [b"x"] * 10)
+            async with bus.subscribe(
+                "t", group="g", lease_s=0.01, max_inflight=10, retry=PATIENT
+            ) as sub:
+                while attempts < 10:
+                    event = await sub.get(timeout_s=DEADLINE_S)
+                    assert event is not None
+                    attempts = max(attempts, event.attempt)
+                    if late:
+                        await asyncio.sleep(0.015)
+                        with contextlib.suppress(errors.LeaseExpired):
+                            await event.ack()
+                            refused -= 1
+                        refused += 1
+                [session] = daemon.broker.sessions.values()
+                [outlet] = session.queues()
+                assert len(outlet.held) <= 2 * 10 + 1
+                assert len(bus.engine._feeds[1].held) <= 2 * 10 + 1  # type: ignore[attr-defined]
+                assert bool(refused) == late
+    finally:
+        await daemon.stop()
+
+
 async def test_a_clock_that_jumps_back_an_hour(tmp_path: Path) -> None:
     """T6: append times never run back; leases, retries, heartbeats and sessions do not notice."""
     ahead_us = 0

@@ -17,6 +17,7 @@ import pytest
 
 import penstock
 from penstock.engines.embedded import EmbeddedEngine
+from penstock.engines.request import FindOffset
 
 BY: dict[str, Any] = {"actor": "ann", "reason": "tested"}
 NOW = penstock.Retry((0,), 2)  # a retry at once, then dead
@@ -563,9 +564,11 @@ async def test_an_unknown_message_id_is_refused(mem) -> None:
     for id, error in [
         ("orders/0/99", penstock.UnknownMessage), ("orders/0/-1", penstock.InvalidInput),
         ("nonsense", penstock.InvalidInput), ("payments/0/0", penstock.TargetMismatch),
+        ("orders/7/0", penstock.UnknownMessage),
     ]:  # fmt: skip
         with pytest.raises(error):
             await mem.dead_letters.dead_letter(id, consumer="g", topic="orders", **BY)
+    assert ("orders", 7) not in engine(mem).log.partitions
 
 
 @pytest.mark.parametrize("order", ["any", "key"])
@@ -754,6 +757,28 @@ async def test_large_payloads_lie_beside_the_journal_until_they_are_sealed(tmp_p
         await until(gone, "the side file going")
     async with opened(tmp_path, small) as bus:
         assert await read(bus, "orders") == [big]
+
+
+@pytest.mark.parametrize("partition", [2, 7, -1])
+@pytest.mark.parametrize("query", ["", "?mode=ro"])
+async def test_looking_for_a_partition_that_is_not_there_leaves_no_trace(
+    tmp_path, small, query: str, partition: int
+) -> None:
+    """Q7, found by review: each number that a client asked for was remembered."""
+    async with opened(tmp_path, small) as bus:
+        await bus.topics.create("orders", partitions=2)
+        await bus.publish_many("orders", [b"a", b"b"], keys=["a", "b"])
+    async with penstock.connect(f"{tmp_path}{query}") as bus:
+        known = set(bus.engine.log.partitions)
+        words = f"'orders' has partitions 0 to 1, not {partition}"
+        with pytest.raises(penstock.UnknownTopic, match=words):
+            async for _ in bus.engine.read("orders", partition, 0, None):
+                pass
+        with pytest.raises(penstock.UnknownTopic, match=words):
+            await bus.ask(FindOffset("orders", partition, 0))
+        with pytest.raises(penstock.UnknownTopic, match="no topic 'others'"):
+            await bus.ask(FindOffset("others", 0, 0))
+        assert set(bus.engine.log.partitions) == known
 
 
 # -- retention, write-once ------------------------------------------------------------------------

@@ -277,6 +277,31 @@ async def test_leases_survive_a_broker_that_was_killed(broker: BrokerProcess) ->
                 assert await lag(bus, "g") == 0
 
 
+async def test_of_a_group_ordered_by_key_what_was_in_hand_comes_again_after_a_kill(
+    broker: BrokerProcess,
+) -> None:
+    """T4, T5: no lease of it is kept for its holder, so that no key waits for one that is away."""
+    async with penstock.connect(broker.url(), client__deadline_s=60.0) as bus:
+        await bus.publish_many("orders.created", [b"0", b"1"], keys=["k", "k"])
+        async with bus.subscribe(
+            "orders.*", group="g", order="key", retry=PATIENT, lease_s=60
+        ) as sub:
+            [held] = await take(sub, 1)
+            broker.kill()
+            await asyncio.to_thread(broker.start, server__session_s=60.0)
+            [again] = await take(sub, 1)
+            assert (again.payload, again.attempt) == (b"0", 2)
+            with pytest.raises((errors.LeaseExpired, errors.ConnectionLost)):
+                await held.ack()
+                await bus.flush()
+            await again.ack()
+            [following] = await take(sub, 1)
+            assert (following.payload, following.attempt) == (b"1", 1)
+            await following.ack()
+            await bus.flush()
+            assert await lag(bus, "g") == 0
+
+
 async def test_what_never_arrived_comes_at_once_after_a_kill(
     broker: BrokerProcess, cable: Cable
 ) -> None:

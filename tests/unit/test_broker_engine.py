@@ -13,7 +13,7 @@ from penstock.core.entry import GroupSpec
 from penstock.engines.broker import MAX_TRANSACTIONS, BrokerEngine
 from penstock.engines.channel import Channel
 from penstock.engines.engine import Draft, Subscribe, Transaction
-from penstock.engines.remote_delivery import RemoteQueue
+from penstock.engines.remote_delivery import SWEEP_LEAST, RemoteQueue
 from penstock.model.batch import EventBatch
 from penstock.model.loader import load
 from penstock.wire import message as say
@@ -251,3 +251,27 @@ async def test_a_transaction_behind_a_silent_broker_was_not_sent() -> None:
     assert {type(error) for error in lost} == {errors.ConnectionLost}
     assert {type(error) for error in unsent} == {errors.BrokerUnreachable}
     assert len(link.sent) == MAX_TRANSACTIONS
+
+
+async def test_deliveries_that_nobody_settles_are_let_go_of_when_they_ran_out() -> None:
+    """Q7, found by review: a consumer that never settles kept every delivery it ever got."""
+    client, clock = Client(), [0.0]
+    queue = client.queue
+    queue.now = lambda: clock[0]
+    queue.held.clear()
+    batch = EventBatch.build("a.b", [b"1", b"2"])
+    for number in range(1, 1_001):
+        queue.delivered(say.Deliver(1, number, 1), batch)
+        delivery = queue.held[number]
+        delivery.hand()
+        if number > 5:
+            delivery.hand()  # of the first five, one event waits and cannot run out
+        clock[0] += queue.lease_s
+        assert len(queue.held) <= SWEEP_LEAST + 1
+    assert [*queue.held][:5] == [1, 2, 3, 4, 5]
+    with pytest.raises(errors.LeaseExpired):
+        delivery.ack(1)
+    queue.held[1].hand()
+    queue.held[1].ack(1)
+    assert 1 not in queue.held
+    await turn()

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from penstock.core.entry import GroupSpec
-from penstock.core.lease import Member
+from penstock.core.lease import EXPIRED, Member
 from penstock.engines.engine import Subscribe
 from penstock.engines.handle import Inbox
 from penstock.model.errors import Corrupted, PenstockError
 from penstock.model.event import Identity
-from penstock.server.outlet import QueueOutlet
+from penstock.server.outlet import SWEEP_LEAST, QueueOutlet
 
 FEED = 7
 
@@ -170,3 +171,30 @@ async def test_after_leaving_nothing_goes_out(inbox: Inbox) -> None:
     put(inbox, 1)
     await asyncio.sleep(0.01)
     assert outlet.sent == []
+
+
+def stretch(count: int) -> Any:
+    """Leased events, nothing settled."""
+    lease, batch = SimpleNamespace(states=bytearray(count)), SimpleNamespace(count=count)
+    return SimpleNamespace(lease=lease, batch=batch, shift=0)
+
+
+async def test_what_ran_out_is_let_go_of_and_what_is_out_stays(inbox: Inbox) -> None:
+    """Q7, found by review: each lease that ran out kept its events in memory until the feed ended."""
+    outlet = Outlet(Client(), inbox)
+    out = [stretch(2) for _ in range(3 * SWEEP_LEAST)]
+    for each in out:
+        put(inbox, each)
+        each.lease.states[0] = EXPIRED  # the other event is in somebody's hands
+    for _ in range(2_000):
+        put(inbox, gone := stretch(2))
+        gone.lease.states[:] = bytes((EXPIRED, EXPIRED))
+        assert len(outlet.held) <= 2 * len(out) + 1
+    assert list(outlet.held.values())[: len(out)] == out
+    for each in out:
+        each.lease.states[1] = EXPIRED
+    for _ in range(2 * len(out) + 2):
+        put(inbox, gone := stretch(1))
+        gone.lease.states[0] = EXPIRED
+    assert len(outlet.held) <= SWEEP_LEAST + 1
+    await outlet.close()

@@ -193,3 +193,12 @@ class TestReplay(Contract):
         assert await read(bus, f"{topic}.#") == []
         with pytest.raises(errors.UnknownTopic):
             await read(bus, topic)
+
+    async def test_no_such_partition(self, bus: penstock.Bus, topic: str) -> None:
+        """Reading a partition that a topic does not have raises UnknownTopic."""
+        await bus.publish(topic, b"x")
+        count = len((await bus.topics.info(topic)).partitions)
+        for partition in (count, count + 10_000, -1):
+            with pytest.raises(errors.UnknownTopic, match=f"not {partition}"):
+                async for _ in bus.engine.read(topic, partition, 0, None):
+                    pass
