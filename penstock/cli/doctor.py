@@ -170,6 +170,7 @@ def _examine_folder(folder: Path, settings: Settings, deep: bool) -> Iterator[Ch
     yield from guarded("log", partial(checkup_folder.check_log, folder, settings))
     yield from guarded("segments", partial(checkup_folder.check_segments, folder, deep=deep))
     yield from guarded("audit", partial(checkup_folder.check_audit, folder))
+    yield from guarded("routes", partial(checkup_folder.check_routes, folder))
 
 
 def _simulate(invocation: Invocation, file: str, window_s: float, bundle: str | None) -> None:
