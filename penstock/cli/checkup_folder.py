@@ -37,13 +37,18 @@ def check_place(folder: Path) -> Check:
     """Whether a broker could have its data here; nothing is left behind."""
     if not folder.exists():
         parent = next(each for each in folder.absolute().parents if each.exists())
+        _require_folder(parent)
         _require_access(parent)
         _require_room_for_files(parent)
         return Check("folder", "ok", f"{folder} will be made")
-    if not folder.is_dir():
-        raise NotADataFolder(f"{folder} is no folder. Name another place", path=str(folder))
+    _require_folder(folder)
     _require_access(folder)
     return Check("folder", "ok", str(folder.resolve()))
+
+
+def _require_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise NotADataFolder(f"{folder} is no folder. Name another place", path=str(folder))
 
 
 def _require_access(folder: Path) -> None:

@@ -137,6 +137,8 @@ def test_config_check_passes_on_the_warnings_of_a_start(cli: Any) -> None:
     ("place", "name", "text"),
     [
         ("afile", "folder", "is no folder"),
+        ("afile/sub", "folder", "afile is no folder"),
+        ("/proc/nope", "folder", "nothing can be made in /proc"),
         ("http://127.0.0.1:1", "url", "no engine serves"),
         ("nats://x", "url", "later release"),
         ("penstock://127.0.0.1:notaport", "url", "notaport"),
