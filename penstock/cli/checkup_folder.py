@@ -37,13 +37,18 @@ def check_place(folder: Path) -> Check:
     """Whether a broker could have its data here; nothing is left behind."""
     if not folder.exists():
         parent = next(each for each in folder.absolute().parents if each.exists())
+        _require_folder(parent)
         _require_access(parent)
         _require_room_for_files(parent)
         return Check("folder", "ok", f"{folder} will be made")
-    if not folder.is_dir():
-        raise NotADataFolder(f"{folder} is no folder. Name another place", path=str(folder))
+    _require_folder(folder)
     _require_access(folder)
     return Check("folder", "ok", str(folder.resolve()))
+
+
+def _require_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise NotADataFolder(f"{folder} is no folder. Name another place", path=str(folder))
 
 
 def _require_access(folder: Path) -> None:
@@ -186,13 +191,36 @@ def check_segments(folder: Path, *, deep: bool) -> Check:
     return Check("segments", "ok", f"{len(segments)} files, {manifest.total_bytes:,} bytes, {how}")
 
 
+def check_audit_end(folder: Path) -> Check:
+    """Whether the audit log can be gone on with: its key, its head and its newest file."""
+    from penstock.log.auditrecovery import rehearse
+    from penstock.log.disk import RealDisk
+
+    found = rehearse(RealDisk(folder))
+    return Check("audit", "ok", f"{found.chain.sequence} records, key and head fit")
+
+
+def check_routes(folder: Path) -> Check:
+    """Whether the route catalogue can be read."""
+    from penstock.core.catalogue import RouteCatalogue
+    from penstock.engines.embedded import ROUTES
+    from penstock.log.disk import RealDisk, read_file
+
+    disk = RealDisk(folder)
+    routes = RouteCatalogue()
+    if disk.exists(ROUTES):
+        routes = RouteCatalogue.decode(read_file(disk, ROUTES))
+    return Check("routes", "ok", f"{len(routes)} routes")
+
+
 def check_audit(folder: Path) -> Check:
-    """The audit chain, link by link."""
+    """The audit chain, link by link, and whether a writer can go on with it."""
     from penstock.log.auditreader import AuditReader
     from penstock.log.disk import RealDisk
 
     verdict = AuditReader(RealDisk(folder)).verify()
     if verdict.ok:
+        check_audit_end(folder)
         return Check("audit", "ok", f"{verdict.records} records, chain whole")
     broken = verdict.broken
     found = "the chain is broken" if broken is None else f"broken at record {broken.sequence} in {broken.file or 'the chain'}: {broken.explanation}"  # fmt: skip

@@ -94,14 +94,21 @@ def owner_of(port: int) -> str | None:
 
 
 def check_ports(
-    settings: Settings, running: Listening | None, written: frozenset[str] = frozenset()
+    settings: Settings,
+    running: Listening | None,
+    written: frozenset[str] = frozenset(),
+    *,
+    defaults: bool = True,
 ) -> Iterator[Check]:
     """Every address: free, or served by this folder's own broker.
 
     A port that is taken is a failure where somebody wrote that address into the settings
-    (`written`); one of the defaults only matters to those who want a broker here.
+    (`written`); one of the defaults only matters to those who want a broker here. Without
+    `defaults` nobody does: a client of a broker may find the very one it talks to on them.
     """
     for name, address in addresses(settings.server).items():
+        if not defaults and f"server.{name}" not in written:
+            continue
         if running is not None and running.addresses.get(name) == str(address):
             yield Check(f"port {name}", "ok", f"{address} is this folder's broker, pid {running.pid}")  # fmt: skip
             continue

@@ -102,10 +102,11 @@ def _examine(invocation: Invocation, deep: bool) -> Iterator[Check]:
         yield Check("folder", "ok", str(folder.resolve()))
         yield from _examine_folder(folder, settings, deep)
         yield from guarded("broker", partial(checkup_broker.check_broker, folder))
-    elif folder is not None and folder.exists():
-        yield from guarded("folder", partial(checkup_folder.check_place, folder))
     elif folder is not None:
-        yield Check("folder", "warn", f"{folder} does not exist", "the first publish makes it; name another one with --url")  # fmt: skip
+        found = list(guarded("folder", partial(checkup_folder.check_place, folder)))
+        if found[0].status == "ok":
+            found = [Check("folder", "warn", f"{folder} does not exist", "the first publish makes it; name another one with --url")]  # fmt: skip
+        yield from found
     else:
         yield from guarded("url", partial(_examine_elsewhere, invocation.url, settings))
     yield watch.check()
@@ -148,7 +149,8 @@ def _examine_network(
     if any(key.startswith(("server.", "auth.", "telemetry.")) for key in written):
         yield from guarded("needed extras", partial(checkup.check_needed, settings))
     yield from guarded("addresses", partial(checkup_network.check_addresses, settings))
-    yield from guarded("ports", partial(checkup_network.check_ports, settings, running, written))
+    ports = partial(checkup_network.check_ports, settings, running, written)
+    yield from guarded("ports", partial(ports, defaults=not is_broker(invocation.url)))
     yield from guarded("access", partial(checkup_network.check_access, settings))
     yield from guarded("tls", partial(checkup_keys.check_tls, settings))
     yield from guarded("client tls", partial(checkup_keys.check_client_tls, settings))
@@ -170,6 +172,7 @@ def _examine_folder(folder: Path, settings: Settings, deep: bool) -> Iterator[Ch
     yield from guarded("log", partial(checkup_folder.check_log, folder, settings))
     yield from guarded("segments", partial(checkup_folder.check_segments, folder, deep=deep))
     yield from guarded("audit", partial(checkup_folder.check_audit, folder))
+    yield from guarded("routes", partial(checkup_folder.check_routes, folder))
 
 
 def _simulate(invocation: Invocation, file: str, window_s: float, bundle: str | None) -> None:

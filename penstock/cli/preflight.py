@@ -69,7 +69,10 @@ def examine(folder: Path, settings: Settings) -> Iterator[Check]:
         yield from found
         if name in ("folder", "format"):
             fit = fit and all(check.status != "fail" for check in found)
-    # Last, as in a start, so that the first failure is the one `up` ends with. A start reads the
-    # journal itself: among the steps of `require` it would be read twice.
+    # Last, and in the order of a start, so that the first failure is the one `up` ends with. A start
+    # reads these itself: among the steps of `require` they would be read twice.
     if fit and (folder / ABOUT).exists():
         yield from guarded("log", partial(checkup_folder.check_log, folder, settings))
+    if fit:
+        yield from guarded("audit", partial(checkup_folder.check_audit_end, folder))
+        yield from guarded("routes", partial(checkup_folder.check_routes, folder))

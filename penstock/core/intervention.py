@@ -39,6 +39,7 @@ def revive(group: QueueGroup, lane: Lane, offset: int, now: float) -> None:
     """A dead letter comes back with a fresh budget."""
     if offset >= lane.cursor or any(run.holds(lane, offset) for run in group.unsettled()):
         return  # a reset has brought it back already
+    lane.known = max(lane.known, lane.cursor)
     run = Run(lane, offset, 1, 0)
     if group._gate is None:
         group._again(run, now, 0.0)
@@ -66,6 +67,7 @@ def reset(group: QueueGroup, lane: Lane, offset: int) -> None:
     group._priorities.forget(lane)
     if group._gate is not None:
         group._gate.forget(lane)
+    lane.known = max(lane.known, lane.cursor)
     lane.cursor = offset
     if lane.queued and lane.cursor >= lane.end:
         group._work.remove(lane)

@@ -25,7 +25,7 @@ STATES = ("dispatched", "acked", "nacked", "expired", "rejected", "returned", "f
 class Lane:
     """One partition as one group sees it."""
 
-    __slots__ = ("cursor", "end", "partition", "prioritised", "queued", "topic")
+    __slots__ = ("cursor", "end", "known", "partition", "prioritised", "queued", "topic")
 
     def __init__(self, topic: str, partition: int, cursor: int, end: int) -> None:
         self.topic = topic
@@ -34,6 +34,8 @@ class Lane:
         """The next offset that was never handed out."""
         self.end = end
         """Behind the last event that may be handed out."""
+        self.known = 0
+        """What lies before it the group had before an operator gave it something again."""
         self.queued = False
         self.prioritised = False
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -28,6 +28,7 @@ from penstock.engines.views import known_partition
 from penstock.model.batch import EventBatch
 from penstock.model.errors import (
     AlreadyExists,
+    AlreadyReplayed,
     InvalidInput,
     OffsetExpired,
     PenstockError,
@@ -113,7 +114,7 @@ class Graveyard:
         """Told of every dead letter that was given back."""
         self._engine = engine
         self._burials: set[asyncio.Task[None]] = set()
-        self._busy: set[str] = set()
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     # -- burying -------------------------------------------------------------------------------
 
@@ -231,23 +232,16 @@ class Graveyard:
         outcome = Outcome(len(ids))
         for id in ids:
             try:
-                with self._alone(id):
+                async with self._turn(id):
                     await self._replay(id, target_consumer, target_topic, actor, reason)
                 outcome.done += 1
             except PenstockError as error:
                 outcome.failed(id, error)
         return outcome
 
-    @contextmanager
-    def _alone(self, id: str) -> Iterator[None]:
-        """Two operators must not act on one record at once."""
-        if id in self._busy:
-            raise InvalidInput(f"{id} is being changed by somebody else; look again", id=id)
-        self._busy.add(id)
-        try:
-            yield
-        finally:
-            self._busy.discard(id)
+    def _turn(self, id: str) -> asyncio.Lock:
+        """Two operators must not act on one record at once: the later one sees what the other did."""
+        return self._turns.setdefault(id, asyncio.Lock())
 
     async def _replay(self, id: str, consumer: str, topic: str, actor: str, reason: str) -> None:
         letter = self.find(id)
@@ -262,7 +256,7 @@ class Graveyard:
         group = self._engine.dispatcher.groups.get(letter.consumer)
         lane = group.lanes.get((letter.topic, letter.partition)) if group is not None else None
         if letter.status != "dead":
-            raise InvalidInput(
+            raise AlreadyReplayed(
                 f"{id} is already back with {consumer!r}; nothing was changed", id=id
             )
         if group is None or lane is None or letter.offset == QUARANTINE:
@@ -293,7 +287,7 @@ class Graveyard:
         outcome = Outcome(len(ids))
         for id in ids:
             try:
-                with self._alone(id):
+                async with self._turn(id):
                     letter = self.find(id)
                     audit = self._audit(actor, "dlq.purge", letter, reason, "purged")
                     await self._engine.intake.submit([], entries=[DeadPurged(id), audit])
@@ -314,7 +308,7 @@ class Graveyard:
         event = await self._event_of(id, topic, payload)
         offset = event.offset if payload is None else QUARANTINE
         name = f"{event.token if payload is None else id}@{consumer}"
-        with self._alone(name):
+        async with self._turn(name):
             self._check_free(name)
             await self._quarantine(name, consumer, event, offset, actor, reason)
         return self.find(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from penstock.core.delivery import QueueGroup
 from penstock.core.lease import OUT, Lease, Member
@@ -69,6 +69,15 @@ class LeasedBatch:
                 return event
         self._events = None
         return None
+
+    def fresh(self, skip: Sequence[int]) -> int:
+        """How many of its events, without some, the group gets for the first time."""
+        if self.attempt != 1:
+            return 0
+        known = self.lease.lane.known - self.batch.base_offset
+        if known <= 0:
+            return self.batch.count - len(skip)
+        return max(0, self.batch.count - known - sum(index >= known for index in skip))
 
     def ack(self, index: int) -> None:
         """Done."""

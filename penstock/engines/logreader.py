@@ -111,6 +111,13 @@ class LogReader:
             return True
         return False
 
+    def fresh(self, batch: EventBatch) -> int:
+        """How many events of a batch that is handed out the group gets for the first time."""
+        handed, place = self._group.handed, _place(batch)
+        known = handed.get(place, 0)
+        handed[place] = max(known, batch.end_offset)
+        return max(0, batch.end_offset - max(known, batch.base_offset))
+
     def mark(self, topic: str, partition: int, offset: int, epoch: int) -> None:
         """The consumer is through with everything before `offset`, as handed out in an epoch."""
         _, newest = self._marked.get((topic, partition), (0, 0))
@@ -188,6 +195,8 @@ class LogGroup:
         self.runtime = runtime
         self.write = write
         self.readers: dict[str, LogReader] = {}
+        self.handed: dict[Place, int] = {}
+        """Behind the last event of each partition that `fresh` was asked about."""
         self.rebalance: Rebalance[Place] = Rebalance(
             sorted(state.cursors),
             state.spec.assignment,

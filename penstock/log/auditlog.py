@@ -27,16 +27,9 @@ from penstock.core.audit import (
 from penstock.core.auditproof import Verdict, file_name
 from penstock.log.auditexport import export_files
 from penstock.log.auditreader import AuditReader
-from penstock.log.auditrecovery import (
-    Recovered,
-    load_head,
-    load_signer,
-    newest_file,
-    recover,
-    write_head,
-)
+from penstock.log.auditrecovery import Recovered, find_end, write_head
 from penstock.log.auditseal import FOLDER, Manifest, identity_of
-from penstock.log.disk import Disk, read_file, write_file
+from penstock.log.disk import Disk, write_file
 from penstock.model.errors import DiskFull, InvalidInput, InvalidSettings, WriterFailed
 
 if TYPE_CHECKING:
@@ -109,11 +102,7 @@ class AuditLog:
                 checkpoint_every=checkpoint_every,
                 max_file_bytes=max_file_bytes,
             )
-        disk.make_dir(FOLDER)
-        signer = load_signer(disk, key=key, entropy=entropy)
-        head = load_head(disk, signer, now_us)
-        path = newest_file(disk, head)
-        recovered = recover(path, read_file(disk, path), head)
+        signer, recovered = find_end(disk, key=key, entropy=entropy, now_us=now_us)
         return cls(
             disk,
             signer,

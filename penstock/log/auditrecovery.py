@@ -32,6 +32,7 @@ from penstock.log.auditseal import (
     unseal,
 )
 from penstock.log.disk import Disk, read_file, write_file
+from penstock.log.memory_disk import MemoryDisk
 from penstock.model.errors import InvalidSettings
 
 if TYPE_CHECKING:
@@ -199,3 +200,28 @@ def newest_file(disk: Disk, head: SavedHead) -> str:
     if not files or files[-1] < head.file:
         raise damaged(head.file, None, "the file is missing")
     return files[-1]
+
+
+def find_end(
+    disk: Disk, *, key: bytes | None, entropy: bytes | None, now_us: int
+) -> tuple[Signer, Recovered]:
+    """What a log is opened with: its key, and where its newest file ends; a new log is begun."""
+    disk.make_dir(FOLDER)
+    signer = load_signer(disk, key=key, entropy=entropy)
+    head = load_head(disk, signer, now_us)
+    path = newest_file(disk, head)
+    return signer, recover(path, read_file(disk, path), head)
+
+
+def rehearse(disk: Disk) -> Recovered:
+    """What opening the log would find, or raise; whatever that writes goes to a copy in memory."""
+    copy = MemoryDisk()
+    copy.make_dir(FOLDER)
+    # The head before the file it speaks of: a live writer writes it after.
+    for path in (PUBLIC_KEY_PATH, KEY_PATH, HEAD_PATH):
+        if disk.exists(path):
+            write_file(copy, path, [read_file(disk, path)])
+    files = AuditReader(disk).files()
+    for path in files:  # of the older ones only the names count
+        write_file(copy, path, [read_file(disk, path)] if path == files[-1] else [])
+    return find_end(copy, key=None, entropy=bytes(KEY_BYTES), now_us=0)[1]

@@ -34,6 +34,7 @@
     │   ├── ConfirmationNeeded          refused.confirmation
     │   ├── TargetMismatch              refused.target-mismatch
     │   ├── AlreadyExists               refused.exists
+    │   ├── AlreadyReplayed             refused.replayed
     │   └── Unsupported                 refused.unsupported
     ├── Rejected                        rejected.*         a limit was reached; carries retry_after_s
     │   ├── Deferred                    rejected.deferred
@@ -105,6 +106,7 @@ from penstock.model.table_errors import (
 __all__ = [
     "AccessDenied",
     "AlreadyExists",
+    "AlreadyReplayed",
     "AlreadySettled",
     "BrokerUnreachable",
     "BusClosed",
@@ -368,6 +370,12 @@ class AlreadyExists(Refused):
     """The name is taken."""
 
     code = "refused.exists"
+
+
+class AlreadyReplayed(Refused):
+    """The dead letter is back with its consumer: it was replayed before."""
+
+    code = "refused.replayed"
 
 
 class Unsupported(Refused):

@@ -49,8 +49,9 @@ class Asking:
         """The next batch of a log feed; the request may come again, and so does the batch then."""
         feed = decode(frame.meta, say.Feed).feed
         await self._session.opened(feed)
-        batch, epoch = await self._session.log_outlet(feed).fetch(frame.request)
-        self._broker.delivered(batch, batch.count, 1)
+        outlet = self._session.log_outlet(feed)
+        batch, epoch = await outlet.fetch(frame.request)
+        self._broker.delivered(batch, batch.count, outlet.reader.fresh(batch))
         return Frame(Kind.RESULT, frame.request, encode(say.Fetched(epoch)), (batch.encode(),))
 
     async def commit(self, frame: Frame) -> Frame:

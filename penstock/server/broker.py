@@ -221,14 +221,14 @@ class Broker:
 
     # -- for sessions --------------------------------------------------------------------------
 
-    def delivered(self, batch: EventBatch, events: int, attempt: int) -> None:
-        """Count events sent to a client, and how long after their append on a first attempt."""
+    def delivered(self, batch: EventBatch, events: int, fresh: int) -> None:
+        """Count events sent to a client, and for those new to their group how long after the append."""
         waited_s = None
-        if attempt == 1:
+        if fresh:
             waited_s = max(0.0, time.time() - batch.append_time(batch.count - 1) / 1e6)
         size = batch.payload_column.ends()
         self.tally.delivered(
-            batch.tenant, batch.topic, events, size[batch.count] - size[0], waited_s
+            batch.tenant, batch.topic, events, size[batch.count] - size[0], waited_s, fresh
         )
 
     async def join(self, wanted: Wanted) -> QueueFeed | LogFeed:

@@ -54,7 +54,7 @@ SECTIONS: dict[str, tuple[Family, ...]] = {
     ),
     "Latency": (
         _histogram("penstock_publish_seconds", "From a publish at the broker's door until it was durable; one observation for each publish.", "tenant"),
-        _histogram("penstock_delivery_seconds", "From the append of an event until it was sent to a consumer for the first time; one for each event.", "tenant"),
+        _histogram("penstock_delivery_seconds", "From the append of an event until it was first sent to a consumer of a group; one for each event and group. Left out is what is sent again: retries, a delivery to a client that came back, what a group reads again after a reset, replayed dead letters, and what of the partition was on its way just then. What a consumer left without having looked at it, and what is read again after a restart of the broker, counts once more.", "tenant"),
         _gauge("penstock_p99_seconds", "99th percentile of the last 5 minutes, of `publish` and of `delivery`.", "path"),
         _counter("penstock_commit_seconds_total", "Time spent writing and syncing commits."),
     ),

@@ -217,13 +217,14 @@ class Counters:
         events: int,
         size_bytes: int = 0,
         seconds: float | None = None,
+        fresh: int | None = None,
     ) -> None:
-        """Events were handed to a consumer; `seconds` since their append, on a first attempt."""
+        """Events were handed to a consumer, `fresh` (all) for the first time, `seconds` after their append."""
         flow = self.flows.get((tenant, topic)) or self._flow(tenant, topic)
         flow.delivered_events += events
         flow.delivered_bytes += size_bytes
         if seconds is not None:
-            flow.delivery.observe(seconds, events)
+            flow.delivery.observe(seconds, events if fresh is None else fresh)
 
     def replayed(self, tenant: str, topic: str, events: int) -> None:
         """Stored events were read back."""

@@ -117,8 +117,8 @@ class QueueOutlet:
         self._session.dispatcher().release(self._inbox, alone=alone)
         return adopted
 
-    def send(self, number: int) -> None:
-        """Send a delivery, or send it again to a client that came back."""
+    def send(self, number: int, *, again: bool = False) -> None:
+        """Send a delivery, or send it `again` to a client that came back."""
         leased = self.held[number]
         batch, states, shift = leased.batch, leased.lease.states, leased.shift
         if states.count(OUT, shift, shift + batch.count) == batch.count:
@@ -132,7 +132,8 @@ class QueueOutlet:
             tracing.delivering(batch, self.wanted.group, leased.attempt)
         meta = Deliver(self._feed, number, leased.attempt, skip)
         self._session.send(Frame(Kind.DELIVER, 0, encode(meta), (batch.encode(),)))
-        self._session.delivered(batch, batch.count - len(skip), leased.attempt)
+        fresh = 0 if again else leased.fresh(skip)
+        self._session.delivered(batch, batch.count - len(skip), fresh)
         if not self._session.hello.supports_ack:
             self._hand(leased, batch.count)
             for index in range(batch.count):

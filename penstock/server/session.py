@@ -118,7 +118,7 @@ class Session:
                 self.send(self._answers[request])
         for outlet in self.queues():
             for number in [each for each in outlet.held if each not in known]:
-                outlet.send(number)
+                outlet.send(number, again=True)
         for frame in self._ended.values():  # the client may have been away when they were sent
             self.send(frame)
         self._attached.set()
@@ -270,9 +270,9 @@ class Session:
         """Where leases come from."""
         return self._broker.engine.dispatcher
 
-    def delivered(self, batch: EventBatch, events: int, attempt: int) -> None:
+    def delivered(self, batch: EventBatch, events: int, fresh: int) -> None:
         """Count what was sent to the client."""
-        self._broker.delivered(batch, events, attempt)
+        self._broker.delivered(batch, events, fresh)
 
     def count_settled(self, kind: str, events: int) -> None:
         """Count what the client settled."""

@@ -7,6 +7,7 @@ import json
 import socket
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -57,6 +58,12 @@ async def work(broker: BrokerProcess) -> None:
         assert len([event async for event in bus.replay(TOPIC)]) == 6
 
 
+async def take(events: Any, count: int) -> None:
+    """Receive so many events."""
+    for _ in range(count):
+        assert await events.get(timeout_s=30) is not None
+
+
 async def test_figures_after_known_work(tmp_path: Path) -> None:
     """Row X10: each metric means what the catalogue says, in a broker of its own process."""
     with BrokerProcess(tmp_path / "data").start() as broker:
@@ -85,6 +92,44 @@ async def test_figures_after_known_work(tmp_path: Path) -> None:
         'penstock_group_lag_events{group="g"}': 0,
     }
     assert {name: found.get(name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("mode", ["queue", "log"])
+async def test_what_is_read_again_is_no_late_delivery(tmp_path: Path, mode: str) -> None:
+    """Row X10: delivery latency is taken when an event is sent for the first time, once for each."""
+    with BrokerProcess(tmp_path / "data").start() as broker:
+        async with penstock.connect(broker.url()) as bus:
+            async with bus.subscribe(TOPIC, group="g", mode=mode, start="earliest") as events:
+                await bus.publish_many(TOPIC, [b"1", b"2", b"3"])
+                await take(events, 3)
+                await bus.groups.reset("g", "earliest")
+                await take(events, 3)
+                await bus.publish(TOPIC, b"4")
+                await take(events, 1)
+            found = scrape(broker)
+    assert found[f"penstock_delivered_events_total{PAIR}"] == 7
+    assert found['penstock_delivery_seconds_count{tenant="acme"}'] == 4
+
+
+async def test_a_replayed_dead_letter_is_no_late_delivery(tmp_path: Path) -> None:
+    """Row X10: it was delivered before it died."""
+    with BrokerProcess(tmp_path / "data").start() as broker:
+        async with penstock.connect(broker.url()) as bus, bus.subscribe(TOPIC, group="g") as events:
+            await bus.publish(TOPIC, b"1")
+            event = await events.get(timeout_s=30)
+            assert event is not None
+            await event.reject("bad")
+            await bus.flush()
+            while not (letters := await bus.dead_letters.list()):
+                await asyncio.sleep(0.01)
+            await bus.dead_letters.replay(
+                [letters[0].id], target_consumer="g", target_topic=TOPIC, actor="ann",
+                reason="again", confirm="REPLAY",
+            )  # fmt: skip
+            await take(events, 1)
+            found = scrape(broker)
+    assert found[f"penstock_delivered_events_total{PAIR}"] == 2
+    assert found['penstock_delivery_seconds_count{tenant="acme"}'] == 1
 
 
 async def test_pressure_rises_with_what_nobody_took(tmp_path: Path) -> None:

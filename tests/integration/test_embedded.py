@@ -529,7 +529,10 @@ async def test_each_record_of_a_replay_has_its_own_result(mem) -> None:
         target_consumer="g", target_topic="orders", confirm="REPLAY", **BY,
     )  # fmt: skip
     assert (outcome.requested, outcome.done) == (4, 2)
-    assert [each["code"] for each in outcome.failures] == ["notfound.dead-letter", "invalid"]
+    assert [each["code"] for each in outcome.failures] == [
+        "notfound.dead-letter",
+        "refused.replayed",
+    ]
     for wrong in ({"target_consumer": "h"}, {"target_topic": "payments"}):
         target = {"target_consumer": "g", "target_topic": "orders", **wrong}
         outcome = await mem.dead_letters.replay([ids[2]], confirm="REPLAY", **target, **BY)

@@ -8,13 +8,16 @@ from typing import Any, cast
 
 import pytest
 
+from penstock.core.delivery import QueueGroup
 from penstock.core.entry import GroupSpec
 from penstock.core.lease import EXPIRED, Member
 from penstock.engines.engine import Subscribe
-from penstock.engines.handle import Inbox
+from penstock.engines.handle import Inbox, LeasedBatch
+from penstock.model.batch import EventBatch
 from penstock.model.errors import Corrupted, PenstockError
 from penstock.model.event import Identity
 from penstock.server.outlet import SWEEP_LEAST, QueueOutlet
+from penstock.wire.frame import Frame, Kind
 
 FEED = 7
 
@@ -56,7 +59,7 @@ class Outlet(QueueOutlet):
         super().__init__(cast(Any, client), FEED, wanted, inbox)
         client.feeds[FEED] = self
 
-    def send(self, number: int) -> None:
+    def send(self, number: int, *, again: bool = False) -> None:
         leased: Any = self.held[number]
         if isinstance(leased, Exception):
             raise leased
@@ -198,3 +201,52 @@ async def test_what_ran_out_is_let_go_of_and_what_is_out_stays(inbox: Inbox) -> 
         gone.lease.states[0] = EXPIRED
     assert len(outlet.held) <= SWEEP_LEAST + 1
     await outlet.close()
+
+
+class Tally(Client):
+    """A session that notes what it is told of deliveries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hello = SimpleNamespace(supports_ack=True)
+        self.counted: list[tuple[int, int]] = []
+
+    def send(self, frame: Frame) -> None:
+        assert frame.kind == Kind.DELIVER
+
+    def delivered(self, batch: EventBatch, events: int, fresh: int) -> None:
+        self.counted.append((events, fresh))
+
+
+async def test_a_delivery_that_is_sent_again_is_not_its_first(inbox: Inbox) -> None:
+    """X10: its latency was taken when it was sent for the first time."""
+    group = QueueGroup("g", GroupSpec(("t",)))
+    group.lane("t", 0, cursor=0, end=2)
+    group.join("m", 10)
+    (lease,) = group.dispatch(0.0)
+    batch = EventBatch.build("t", [b"1", b"2"])
+    batch.base_offset = 0
+    client = Tally()
+    wanted = Subscribe("g", group.spec, "m", 10, Identity())
+    outlet = QueueOutlet(cast(Any, client), FEED, wanted, inbox)
+    inbox.put(LeasedBatch(group, lease, batch, lambda: 0.0, lambda group: None))
+    group.ack(lease, 0, 0.0)
+    outlet.send(next(iter(outlet.held)), again=True)
+    assert client.counted == [(2, 2), (1, 0)]
+    await outlet.close()
+
+
+@pytest.mark.parametrize(("known", "skip", "fresh"), [(0, [], 4), (10, [3], 3), (12, [0, 3], 1), (14, [0], 0), (99, [], 0)])  # fmt: skip
+def test_what_a_group_had_before_is_not_fresh(known: int, skip: list[int], fresh: int) -> None:
+    """X10: a batch may lie on both sides of the place that a group had reached."""
+    group = QueueGroup("g", GroupSpec(("t",)))
+    lane = group.lane("t", 0, cursor=10, end=14)
+    group.join("m", 10)
+    (lease,) = group.dispatch(0.0)
+    batch = EventBatch.build("t", [b"x"] * 4)
+    batch.base_offset = 10
+    lane.known = known
+    leased = LeasedBatch(group, lease, batch, lambda: 0.0, lambda group: None)
+    assert leased.fresh(skip) == fresh
+    leased.attempt = 2
+    assert leased.fresh(skip) == 0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 ANY = ("--tcp", "127.0.0.1:0", "--zmq", "127.0.0.1:0", "--pub", "127.0.0.1:0", "--http", "127.0.0.1:0")  # fmt: skip
@@ -34,6 +36,55 @@ def test_check_reads_the_journal_as_a_start_does(cli: Any, damaged: Path, hashes
     assert "damaged" in failed(result)["log"]
     assert hashes_of(damaged) == before
     assert cli("up", str(damaged), *ANY).code == 6
+
+
+def _lose_a_line(folder: Path) -> None:
+    (file,) = (folder / "audit").glob("*.ndjson")
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join([lines[0], *lines[2:]]))
+
+
+def _be_a_file(folder: Path) -> None:
+    shutil.rmtree(folder / "audit")
+    (folder / "audit").write_text("x")
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "a line is missing": ("audit", _lose_a_line),
+    "no head": ("audit", lambda folder: (folder / "audit" / "head.json").unlink()),
+    "junk as head": ("audit", lambda folder: (folder / "audit" / "head.json").write_text("{}")),
+    "a file for audit": ("audit", _be_a_file),
+    "no key": ("audit", lambda folder: (folder / "audit" / "key").unlink()),
+    "junk as key": ("audit", lambda folder: (folder / "audit" / "key").write_text("junk")),
+    "junk as routes": ("routes", lambda folder: (folder / "routes.json").write_text("junk")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_check_reads_audit_and_routes_as_a_start_does(
+    cli: Any, hashes_of: Any, damage: str
+) -> None:
+    """T16: what `up` ends with 6 for, `up --check` and `doctor` find, and they change nothing."""
+    cli.ok("route", "add", "orders.*", "billing")
+    name, break_it = DAMAGES[damage]
+    break_it(cli.data)
+    before = hashes_of(cli.data)
+    result = cli("up", str(cli.data), *ANY, "--check", "--json")
+    assert (result.code, [*failed(result)]) == (6, [name]), result
+    assert name in failed(cli("doctor", "--json"))
+    assert hashes_of(cli.data) == before
+    assert cli("up", str(cli.data), *ANY).code == 6
+
+
+def test_check_changes_nothing_where_the_audit_log_is_to_be_begun(cli: Any, hashes_of: Any) -> None:
+    """T16: a start makes a key, a head and a file there; a check makes them nowhere."""
+    cli.ok("publish", "t", "x")
+    shutil.rmtree(cli.data / "audit")
+    before = hashes_of(cli.data)
+    cli.ok("up", str(cli.data), *ANY, "--check")
+    cli.ok("doctor")
+    assert hashes_of(cli.data) == before
+    assert not (cli.data / "audit").exists()
 
 
 def test_the_advice_about_a_damaged_journal_can_be_followed(cli: Any, damaged: Path) -> None:
@@ -86,6 +137,8 @@ def test_config_check_passes_on_the_warnings_of_a_start(cli: Any) -> None:
     ("place", "name", "text"),
     [
         ("afile", "folder", "is no folder"),
+        ("afile/sub", "folder", "afile is no folder"),
+        ("/proc/nope", "folder", "nothing can be made in /proc"),
         ("http://127.0.0.1:1", "url", "no engine serves"),
         ("nats://x", "url", "later release"),
         ("penstock://127.0.0.1:notaport", "url", "notaport"),

@@ -65,6 +65,20 @@ def test_a_port_that_is_taken(cli: Any) -> None:
     )
 
 
+def test_the_ports_of_the_broker_that_is_asked(cli: Any) -> None:
+    """T16: a client is not told to stop its broker for having the default ports; written ones count."""
+    place = ["--url", "penstock://127.0.0.1:1"]  # nobody answers: what is said of ports is the same
+    names = [row["name"] for row in cli(*place, "doctor", "--json").rows]
+    assert not [name for name in names if name.startswith("port ")]
+    assert "addresses" in names
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        result = cli(*place, "doctor", "--set", f"server.tcp={address}", "--json")
+    row = found(result, "port tcp")
+    assert (row["status"], address in row["found"]) == ("fail", True)
+    assert any(row["name"] == "port tcp" for row in cli("doctor", "--json").rows)
+
+
 def test_an_address_of_another_machine() -> None:
     with pytest.raises(ConnectionFailed, match="address of this machine"):
         checkup_network.check_port("tcp", Address("192.0.2.1", 0))
