@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.log.disk import RealDisk
+from penstock.log.measure import measured
 from penstock.log.recovery import Recovered, Recovery, check_folder
 from penstock.log.segment_reader import corrupted
 from penstock.model.batch_head import BatchHead
@@ -53,7 +54,7 @@ def read_traffic(folder: Path, settings: Settings, window_s: float) -> Traffic:
     """What the log holds of the last `window_s` before its newest event."""
     disk = RealDisk(folder)
     check_folder(disk, write=False)
-    recovered = Recovery(disk, settings, write=False).run()
+    recovered = Recovery(disk, settings, write=False, measure=True).run()
     log = recovered.log
     try:
         for topic, partition in log.manifest.topics():
@@ -68,7 +69,10 @@ def read_traffic(folder: Path, settings: Settings, window_s: float) -> Traffic:
 
 def _gather(folder: Path, recovered: Recovered, start_us: int) -> Traffic:
     found: list[Batch] = []
-    stored = dict(recovered.tenant_bytes)
+    stored: dict[str, int] = {}
+    for tenants in recovered.unsealed.values():
+        for tenant, size in tenants.items():
+            stored[tenant] = stored.get(tenant, 0) + size
     cut = False
     for info in recovered.log.manifest.segments():
         for each in info.ranges:
@@ -98,8 +102,9 @@ def _unsealed(recovered: Recovered, start_us: int) -> Iterator[Batch]:
             continue
         for at in range(bisect_left(lane.times, start_us), len(lane.times)):
             body = log.journal.body(lane.files[at], lane.positions[at])
-            head = BatchHead.parse(body[lane.inners[at] :])
-            size = head.raw_bytes + head.side_bytes
+            encoded = body[lane.inners[at] :]
+            head = BatchHead.parse(encoded)
+            size = measured(head, encoded).events
             yield Batch(head.append_time_us, head.tenant, topic, head.count, size)
 
 
