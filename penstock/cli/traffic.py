@@ -37,7 +37,9 @@ class Batch(NamedTuple):
     tenant: str
     topic: str
     events: int
-    size_bytes: int
+    payload_bytes: int
+    event_bytes: int
+    """As `penstock.log.measure` has them, keys and headers included: what storage counts."""
 
 
 class Traffic(msgspec.Struct, kw_only=True):
@@ -86,7 +88,7 @@ def _gather(folder: Path, recovered: Recovered, start_us: int) -> Traffic:
     cut = cut or len(found) > MAX_BATCHES
     found = _newest(found)
     for batch in found:
-        stored[batch.tenant] = max(0, stored.get(batch.tenant, 0) - batch.size_bytes)
+        stored[batch.tenant] = max(0, stored.get(batch.tenant, 0) - batch.event_bytes)
     return Traffic(batches=found, stored_bytes=stored, cut=cut)
 
 
@@ -104,8 +106,8 @@ def _unsealed(recovered: Recovered, start_us: int) -> Iterator[Batch]:
             body = log.journal.body(lane.files[at], lane.positions[at])
             encoded = body[lane.inners[at] :]
             head = BatchHead.parse(encoded)
-            size = measured(head, encoded).events
-            yield Batch(head.append_time_us, head.tenant, topic, head.count, size)
+            sizes = measured(head, encoded)
+            yield Batch(head.append_time_us, head.tenant, topic, head.count, *sizes)
 
 
 def _sealed(folder: Path, info: SegmentInfo, start_us: int) -> Iterator[Batch]:
@@ -118,21 +120,22 @@ def _sealed(folder: Path, info: SegmentInfo, start_us: int) -> Iterator[Batch]:
     topics, topic_names = _numbered(table.column("topic"))
     tenants, tenant_names = _numbered(table.column("tenant"))
     # A range knows its bytes, an event does not: each gets its share.
-    sizes = np.repeat(
-        [each.event_bytes / each.rows for each in info.ranges], [each.rows for each in info.ranges]
-    )
+    rows = [each.rows for each in info.ranges]
+    payloads = np.repeat([each.payload_bytes / each.rows for each in info.ranges], rows)
+    sizes = np.repeat([each.event_bytes / each.rows for each in info.ranges], rows)
     changed = np.ones(len(times), bool)
     changed[1:] = (
         (times[1:] != times[:-1]) | (topics[1:] != topics[:-1]) | (tenants[1:] != tenants[:-1])
     )
     starts = np.flatnonzero(changed)
     counts = np.diff(starts, append=len(times))
-    totals = np.add.reduceat(sizes, starts)
-    for at, count, size in zip(starts.tolist(), counts.tolist(), totals.tolist(), strict=True):
+    totals = [np.add.reduceat(each, starts).round().astype(int) for each in (payloads, sizes)]
+    columns = [column.tolist() for column in (starts, counts, *totals)]
+    for at, count, payload, size in zip(*columns, strict=True):
         topic = topic_names[topics[at]]
         if times[at] >= start_us and not is_system(topic):
             tenant = tenant_names[tenants[at]]
-            yield Batch(int(times[at]), tenant, topic, count, round(size))
+            yield Batch(int(times[at]), tenant, topic, count, payload, size)
 
 
 def _numbered(column: pa.ChunkedArray) -> tuple[np.ndarray, list[str]]:

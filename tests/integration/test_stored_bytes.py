@@ -48,7 +48,7 @@ async def test_a_restart_keeps_the_number(
         await bus.engine.housekeeper.settle()
         assert stored(bus) == KEPT
     sizes = read_traffic(folder, settings, 3_600)
-    assert sum(batch.size_bytes for batch in sizes.batches) == pytest.approx(KEPT, abs=50)
+    assert sum(batch.event_bytes for batch in sizes.batches) == pytest.approx(KEPT, abs=50)
     assert sizes.stored_bytes["acme"] <= 50, "all of it was published within the window"
     emptied = small(retention__age_s=0.0)
     async with penstock.connect(folder, settings=emptied) as bus:
