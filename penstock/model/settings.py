@@ -32,6 +32,7 @@ from penstock.model.setting import (
     Rate,
     Size,
     Span,
+    TenantName,
     about,
 )
 
@@ -262,7 +263,7 @@ class Admission(Group, frozen=True):
         Count | None, about("Publishes not yet committed, all tenants; a broker uses 8192.")
     ] = None
     tenants: Annotated[
-        dict[Name, TenantLimits],
+        dict[TenantName, TenantLimits],
         about("Limits by tenant name: a table in a file, JSON in the environment."),
     ] = msgspec.field(default_factory=dict)
 
