@@ -56,6 +56,7 @@ class TenantRehearsal(msgspec.Struct, kw_only=True):
     tenant: str
     events: int
     size_bytes: int
+    """Of payloads, as rates count them."""
     peak_per_s: int
     """Most events in one second of the clock."""
     now: Outcome
@@ -78,7 +79,7 @@ def rehearse(traffic: Traffic, now: AdmissionLimits, new: AdmissionLimits) -> li
     seconds: Counter[tuple[str, int]] = Counter()
     for batch in traffic.batches:
         events[batch.tenant] += batch.events
-        sizes[batch.tenant] += batch.size_bytes
+        sizes[batch.tenant] += batch.payload_bytes
         seconds[batch.tenant, batch.time_us // SECOND_US] += batch.events
     peaks: dict[str, int] = {}
     for (tenant, _), count in seconds.items():
@@ -100,7 +101,7 @@ def run(traffic: Traffic, limits: AdmissionLimits) -> dict[str, Outcome]:
     >>> from penstock.cli.traffic import Batch, Traffic
     >>> from penstock.core.quota import AdmissionLimits, TenantLimits
     >>> limits = AdmissionLimits(tenants={"acme": TenantLimits(events_per_s=2)})
-    >>> came = [Batch(at, "acme", "orders", 3, 300) for at in (1_000_000, 2_000_000)]
+    >>> came = [Batch(at, "acme", "orders", 3, 300, 492) for at in (1_000_000, 2_000_000)]
     >>> run(Traffic(batches=came, stored_bytes={}, cut=False), limits)["acme"].throttled
     2
     """
@@ -131,16 +132,19 @@ def _commit(
 
 
 def _admit(admission: Admission, batch: Batch, now_s: float) -> tuple[int, int, Decision]:
-    """How many of a batch's events come in, their bytes, and why not more."""
+    """How many of a batch's events come in, their event bytes, and why not more."""
     # Nothing is known here of direct consumers: what waits in the log has no queue limit.
-    decision = admission.admit(batch.tenant, batch.topic, batch.events, batch.size_bytes, now_s)
+    tenant, topic, events = batch.tenant, batch.topic, batch.events
+    decision = admission.admit(
+        tenant, topic, events, batch.payload_bytes, now_s, stored_bytes=batch.event_bytes
+    )
     if decision is ADMITTED:
-        return batch.events, batch.size_bytes, ADMITTED
+        return events, batch.event_bytes, ADMITTED
     if batch.events >= ONE_BY_ONE:
         return 0, 0, decision
-    each = batch.size_bytes // batch.events
-    for count in range(batch.events):
-        decision = admission.admit(batch.tenant, batch.topic, 1, each, now_s)
+    payload, each = batch.payload_bytes // events, batch.event_bytes // events
+    for count in range(events):
+        decision = admission.admit(tenant, topic, 1, payload, now_s, stored_bytes=each)
         if decision is not ADMITTED:  # and so for the rest: no time passes between them
             return count, count * each, decision
-    return batch.events, batch.events * each, ADMITTED
+    return events, events * each, ADMITTED

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.log.disk import RealDisk
+from penstock.log.measure import measured
 from penstock.log.recovery import Recovered, Recovery, check_folder
 from penstock.log.segment_reader import corrupted
 from penstock.model.batch_head import BatchHead
@@ -36,7 +37,9 @@ class Batch(NamedTuple):
     tenant: str
     topic: str
     events: int
-    size_bytes: int
+    payload_bytes: int
+    event_bytes: int
+    """As `penstock.log.measure` has them, keys and headers included: what storage counts."""
 
 
 class Traffic(msgspec.Struct, kw_only=True):
@@ -53,7 +56,7 @@ def read_traffic(folder: Path, settings: Settings, window_s: float) -> Traffic:
     """What the log holds of the last `window_s` before its newest event."""
     disk = RealDisk(folder)
     check_folder(disk, write=False)
-    recovered = Recovery(disk, settings, write=False).run()
+    recovered = Recovery(disk, settings, write=False, measure=True).run()
     log = recovered.log
     try:
         for topic, partition in log.manifest.topics():
@@ -68,7 +71,10 @@ def read_traffic(folder: Path, settings: Settings, window_s: float) -> Traffic:
 
 def _gather(folder: Path, recovered: Recovered, start_us: int) -> Traffic:
     found: list[Batch] = []
-    stored = dict(recovered.tenant_bytes)
+    stored: dict[str, int] = {}
+    for tenants in recovered.unsealed.values():
+        for tenant, size in tenants.items():
+            stored[tenant] = stored.get(tenant, 0) + size
     cut = False
     for info in recovered.log.manifest.segments():
         for each in info.ranges:
@@ -82,7 +88,7 @@ def _gather(folder: Path, recovered: Recovered, start_us: int) -> Traffic:
     cut = cut or len(found) > MAX_BATCHES
     found = _newest(found)
     for batch in found:
-        stored[batch.tenant] = max(0, stored.get(batch.tenant, 0) - batch.size_bytes)
+        stored[batch.tenant] = max(0, stored.get(batch.tenant, 0) - batch.event_bytes)
     return Traffic(batches=found, stored_bytes=stored, cut=cut)
 
 
@@ -98,9 +104,10 @@ def _unsealed(recovered: Recovered, start_us: int) -> Iterator[Batch]:
             continue
         for at in range(bisect_left(lane.times, start_us), len(lane.times)):
             body = log.journal.body(lane.files[at], lane.positions[at])
-            head = BatchHead.parse(body[lane.inners[at] :])
-            size = head.raw_bytes + head.side_bytes
-            yield Batch(head.append_time_us, head.tenant, topic, head.count, size)
+            encoded = body[lane.inners[at] :]
+            head = BatchHead.parse(encoded)
+            sizes = measured(head, encoded)
+            yield Batch(head.append_time_us, head.tenant, topic, head.count, *sizes)
 
 
 def _sealed(folder: Path, info: SegmentInfo, start_us: int) -> Iterator[Batch]:
@@ -113,21 +120,22 @@ def _sealed(folder: Path, info: SegmentInfo, start_us: int) -> Iterator[Batch]:
     topics, topic_names = _numbered(table.column("topic"))
     tenants, tenant_names = _numbered(table.column("tenant"))
     # A range knows its bytes, an event does not: each gets its share.
-    sizes = np.repeat(
-        [each.event_bytes / each.rows for each in info.ranges], [each.rows for each in info.ranges]
-    )
+    rows = [each.rows for each in info.ranges]
+    payloads = np.repeat([each.payload_bytes / each.rows for each in info.ranges], rows)
+    sizes = np.repeat([each.event_bytes / each.rows for each in info.ranges], rows)
     changed = np.ones(len(times), bool)
     changed[1:] = (
         (times[1:] != times[:-1]) | (topics[1:] != topics[:-1]) | (tenants[1:] != tenants[:-1])
     )
     starts = np.flatnonzero(changed)
     counts = np.diff(starts, append=len(times))
-    totals = np.add.reduceat(sizes, starts)
-    for at, count, size in zip(starts.tolist(), counts.tolist(), totals.tolist(), strict=True):
+    totals = [np.add.reduceat(each, starts).round().astype(int) for each in (payloads, sizes)]
+    columns = [column.tolist() for column in (starts, counts, *totals)]
+    for at, count, payload, size in zip(*columns, strict=True):
         topic = topic_names[topics[at]]
         if times[at] >= start_us and not is_system(topic):
             tenant = tenant_names[tenants[at]]
-            yield Batch(int(times[at]), tenant, topic, count, round(size))
+            yield Batch(int(times[at]), tenant, topic, count, payload, size)
 
 
 def _numbered(column: pa.ChunkedArray) -> tuple[np.ndarray, list[str]]:

@@ -80,6 +80,7 @@ class Incoming(NamedTuple):
     events: int
     size_bytes: int
     waiting: Waiting | None = None
+    stored_bytes: int | None = None
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -204,12 +205,17 @@ class Admission:
         size_bytes: int,
         now_s: float,
         waiting: Waiting | None = None,
+        stored_bytes: int | None = None,
     ) -> Decision:
         """Take a batch in, counting it as ingress until `ingress_done`, or say why not.
 
-        `waiting` says how much waits for direct consumers, when some read the topic. What only waits
-        in the log has no queue limit.
+        `size_bytes` are those of the payloads, which rates count; `stored_bytes` what the events will
+        take in the log, which the storage quota counts, unless that is the same. `waiting` says how
+        much waits for direct consumers, when some read the topic. What only waits in the log has no
+        queue limit.
         """
+        if stored_bytes is None:
+            stored_bytes = size_bytes
         state = self._tenants.get(tenant)
         if state is None:
             state = self._remember(tenant, now_s)
@@ -217,10 +223,10 @@ class Admission:
         if refusal is None and waiting is not None:
             refusal = self._behind(state, events, waiting)
         if refusal is None and state.metered:
-            refusal = _metered(state, events, size_bytes, now_s)
+            refusal = _metered(state, events, size_bytes, stored_bytes, now_s)
         if refusal is not None:
             return _refused(tenant, topic, *refusal)
-        self._take(state, events, size_bytes)
+        self._take(state, events, stored_bytes)
         return ADMITTED
 
     def admit_together(self, batches: Sequence[Incoming], now_s: float) -> Decision:
@@ -229,11 +235,13 @@ class Admission:
         A tenant's batches are judged as one. Nobody can send a transaction in smaller pieces, so
         `max_global_ingress` lets it in, however large, as long as there is room for anything.
         """
-        totals: dict[str, tuple[int, int]] = {}
-        for tenant, topic, events, size_bytes, waiting in batches:
+        totals: dict[str, tuple[int, int, int]] = {}
+        for tenant, topic, events, size_bytes, waiting, stored_bytes in batches:
             state = self._tenants.get(tenant) or self._remember(tenant, now_s)
-            before = totals.get(tenant, (0, 0))
-            totals[tenant] = total = before[0] + events, before[1] + size_bytes
+            kept = size_bytes if stored_bytes is None else stored_bytes
+            before = totals.get(tenant, (0, 0, 0))
+            total = before[0] + events, before[1] + size_bytes, before[2] + kept
+            totals[tenant] = total
             refusal = None if waiting is None else self._behind(state, events, waiting)
             refusal = refusal or self._full(state, total[0], whole=True)
             refusal = refusal or _metered(state, *total, now_s, take=False)
@@ -241,14 +249,14 @@ class Admission:
                 return _refused(tenant, topic, *refusal)
         for tenant, total in totals.items():
             _metered(self._tenant(tenant), *total, now_s)
-            self._take(self._tenant(tenant), *total)
+            self._take(self._tenant(tenant), total[0], total[2])
         return ADMITTED
 
-    def _take(self, state: _Tenant, events: int, size_bytes: int) -> None:
+    def _take(self, state: _Tenant, events: int, stored_bytes: int) -> None:
         if not state.ingress and events:
             self._active += 1
         state.ingress += events
-        state.ingress_bytes += size_bytes
+        state.ingress_bytes += stored_bytes
         self._ingress += events
 
     def peek(self, tenant: str, topic: str, events: int, now_s: float) -> Decision:
@@ -256,7 +264,7 @@ class Admission:
         state = self._tenants.get(tenant)
         if state is None or not state.metered:
             return ADMITTED
-        refusal = _metered(state, events, 0, now_s, take=False)
+        refusal = _metered(state, events, 0, 0, now_s, take=False)
         return ADMITTED if refusal is None else _refused(tenant, topic, *refusal)
 
     def ahead(self, tenant: str, now_s: float) -> bool:
@@ -283,11 +291,11 @@ class Admission:
         bucket.take(1)
         return ADMITTED
 
-    def ingress_done(self, tenant: str, events: int, size_bytes: int) -> None:
+    def ingress_done(self, tenant: str, events: int, stored_bytes: int) -> None:
         """An admitted batch is on disk, or failed for good."""
         state = self._tenant(tenant)
         state.ingress -= events
-        state.ingress_bytes -= size_bytes
+        state.ingress_bytes -= stored_bytes
         self._ingress -= events
         assert state.ingress >= 0 <= state.ingress_bytes, "more ingress ended than was admitted"
         if events and not state.ingress:
@@ -357,12 +365,12 @@ def _refused(tenant: str, topic: str, kind: Kind, limit: str, retry_after_s: flo
 
 
 def _metered(
-    state: _Tenant, events: int, size_bytes: int, now_s: float, *, take: bool = True
+    state: _Tenant, events: int, size_bytes: int, stored: int, now_s: float, *, take: bool = True
 ) -> tuple[Kind, str, float] | None:
     """Check rates and storage, and take from the buckets only when all of them agree."""
     quota = state.limits.storage_bytes
-    if quota is not None and state.stored_bytes + state.ingress_bytes + size_bytes > quota:
-        if size_bytes > quota:
+    if quota is not None and state.stored_bytes + state.ingress_bytes + stored > quota:
+        if stored > quota:
             return "dropped", "storage_bytes", 0.0
         return "throttled", "storage_bytes", STORAGE_RETRY_S
     worst: tuple[Kind, str, float] | None = None

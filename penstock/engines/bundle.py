@@ -74,8 +74,8 @@ class Bundle:
         except PenstockError as error:
             answers = [error if answer is None else answer for answer in answers]
         finally:
-            for draft, size in admitted:
-                self._engine.admission.ingress_done(draft.tenant, draft.count, size)
+            for draft, kept in admitted:
+                self._engine.admission.ingress_done(draft.tenant, draft.count, kept)
         return answers  # type: ignore[return-value]
 
     async def _prepare(
@@ -84,9 +84,9 @@ class Bundle:
         engine, intake = self._engine, self._engine.intake
         if not engine.topics.ready(draft.topic):
             await engine.topics.ensure(draft.topic)
-        size = await intake.prepare(draft)
-        intake.admit(draft, size)
-        admitted.append((draft, size))
+        payload, kept, _ = await intake.prepare(draft)
+        intake.admit(draft, payload, kept)
+        admitted.append((draft, kept))
         if draft.deliver_at_us is not None:
             await engine.topics.ensure(SCHEDULED)
             stored, due_us = engine.timekeeper.hold_back(draft)

@@ -40,15 +40,14 @@ from penstock.engines.layout import Layout, Placed
 from penstock.engines.logreader import LogGroup
 from penstock.engines.reading import event_at, stored_batches
 from penstock.engines.runtime import Runtime
+from penstock.engines.stored import StoredBytes
 from penstock.engines.taken import Taken
 from penstock.engines.timekeeper import Timekeeper
 from penstock.engines.topics import Topics
 from penstock.engines.views import known_partition
 from penstock.log.disk import Disk, Lock, read_file, write_file
-from penstock.log.gather import event_bytes
 from penstock.log.journal import Journal
 from penstock.log.recovery import Recovered, open_for_writing
-from penstock.log.segment import SegmentInfo
 from penstock.model.batch import EventBatch
 from penstock.model.errors import (
     BusClosed,
@@ -123,10 +122,8 @@ class EmbeddedEngine:
         self.keyring = Keyring(self)
         for topic, spec in self.state.topics.items():
             self.topics.set_floors(topic, spec)
-        for tenant, size in found.tenant_bytes.items():
-            self.admission.stored(tenant, size)
-        for info in self.log.manifest.segments():
-            self.count_stored(info, 1)
+        segments = self.log.manifest.segments()
+        self.stored = StoredBytes(self.admission, found.unsealed, segments)
         entropy = self.runtime.entropy(32)
         self.audit = await self.runtime.read(AuditTrail, self, entropy)
         if self.disk.exists(ROUTES):
@@ -252,7 +249,7 @@ class EmbeddedEngine:
                 self.housekeeper.side_written(batch.token_base, position)
             else:
                 self.log.remember(batch, log)
-            self.admission.stored(batch.tenant, event_bytes(batch))
+            self.stored.committed(batch, base)
             place = (batch.topic, batch.partition)
             for reader in self.groups.readers_of(batch.topic):
                 touched[id(reader)] = reader
@@ -274,15 +271,6 @@ class EmbeddedEngine:
         self.audit.committed(taken.submissions, taken.commit.end)
         if self.on_commit is not None:
             self.on_commit([placed.batch for placed in taken.placed])
-
-    def count_stored(self, info: SegmentInfo, sign: int) -> None:
-        """Count a segment towards its tenants' storage, or, with -1, no longer.
-
-        Where tenants share a range each is charged for all of it: quotas err on the safe side.
-        """
-        for each in info.ranges:
-            for tenant in each.tenants:
-                self.admission.stored(tenant, sign * each.event_bytes)
 
     # -- what the bus asks for -------------------------------------------------------------------
 

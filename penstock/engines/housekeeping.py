@@ -194,6 +194,7 @@ class Housekeeper:
         manifest = engine.log.manifest
         replaced = [info for info in manifest.segments() if info.id in set(result.removed)]
         await engine.runtime.read(self._apply, result.added, result.removed, result.sealed_to)
+        engine.stored.rewritten(result.added, replaced, result.sealed_to)
         self.bytes_in += result.bytes_in
         self.bytes_out += result.bytes_out
         for info in replaced:
@@ -231,8 +232,8 @@ class Housekeeper:
         if verdict.segments:
             ids = [info.id for info in verdict.segments]
             await engine.runtime.read(self._apply, [], ids, None)
+            engine.stored.rewritten([], verdict.segments, None)
             for info in verdict.segments:
-                engine.count_stored(info, -1)
                 self._discard(info.path)
 
     def _waiting_segments(self) -> set[int]:

@@ -13,7 +13,7 @@ from penstock.core.partition import partition_of, partitions_of
 from penstock.engines.bundle import combined
 from penstock.engines.engine import Draft, Transaction
 from penstock.engines.keyring import KeyKnown
-from penstock.engines.layout import MERGE_EVENTS, draft_bytes
+from penstock.engines.layout import MERGE_EVENTS, draft_bytes, draft_sizes
 from penstock.engines.pending import Submission
 from penstock.engines.timekeeper import SCHEDULED
 from penstock.engines.turnstile import Turnstile
@@ -46,8 +46,8 @@ class Intake:
         """Store events; durable when it returns."""
         if not self._engine.topics.ready(draft.topic):
             await self._engine.topics.ensure(draft.topic)
-        size = await self._prepare_in_order(draft)
-        self.admit(draft, size)
+        payload, kept, size = await self._prepare_in_order(draft)
+        self.admit(draft, payload, kept)
         try:
             if draft.deliver_at_us is not None:
                 return await self._delay(draft)
@@ -56,10 +56,10 @@ class Intake:
                 [part for part, _ in parts], [at for _, at in parts], size, draft.tenant
             )
         finally:
-            self._engine.admission.ingress_done(draft.tenant, draft.count, size)
+            self._engine.admission.ingress_done(draft.tenant, draft.count, kept)
         return combined(draft, receipts)
 
-    async def _prepare_in_order(self, draft: Draft) -> int:
+    async def _prepare_in_order(self, draft: Draft) -> tuple[int, int, int]:
         """Prepare a draft; who publishes to the topic while a payload is put aside stays behind it."""
         turnstile = self._aside.get(draft.topic)
         if turnstile is None and not self._goes_aside(draft):
@@ -79,8 +79,8 @@ class Intake:
         size = len(draft.payloads[0]) if batch is None else batch.payload_column.largest()
         return size >= self._engine.settings.journal.side_file_bytes
 
-    async def prepare(self, draft: Draft) -> int:
-        """Check sizes, lay large drafts out now, move huge payloads aside; returns the bytes."""
+    async def prepare(self, draft: Draft) -> tuple[int, int, int]:
+        """Check sizes, lay large drafts out now, move huge payloads aside; returns `draft_sizes`."""
         if not self._engine.is_open:
             raise BusClosed("the bus is closed; nothing was stored. Connect again")
         limit = self._engine.settings.limits.max_payload_bytes
@@ -101,7 +101,7 @@ class Intake:
             await self._put_aside(draft)
         elif draft.batch is not None and not draft.final:
             self._engine.layout.compress(draft.batch)
-        return draft_bytes(draft)
+        return draft_sizes(draft)
 
     async def _put_aside(self, draft: Draft) -> None:
         batch = self._engine.layout.build_aside(draft)
@@ -119,24 +119,28 @@ class Intake:
         self.aside_bytes += size
         draft.batch = batch
 
-    def admit(self, draft: Draft, size: int) -> None:
-        """Count a draft as coming in, or raise why not."""
+    def admit(self, draft: Draft, payload: int, kept: int) -> None:
+        """Count a draft as coming in, or raise why not, by its payload bytes and its event bytes."""
         self._check_room(draft)
         decision = self._engine.admission.admit(
-            draft.tenant, draft.topic, draft.count, size, self._engine.runtime.now(),
-            self._waiting(draft),
+            draft.tenant, draft.topic, draft.count, payload, self._engine.runtime.now(),
+            self._waiting(draft), kept,
         )  # fmt: skip
         if decision is not ADMITTED:
             raise decision.error()
 
-    def _admit_together(self, drafts: Sequence[Draft], sizes: Sequence[int]) -> None:
+    def _admit_together(
+        self, drafts: Sequence[Draft], sizes: Sequence[tuple[int, int, int]]
+    ) -> None:
         """Count the drafts of a transaction as coming in, or raise why none of them is."""
         for draft in drafts:
             self._check_room(draft)
         decision = self._engine.admission.admit_together(
             [
-                Incoming(draft.tenant, draft.topic, draft.count, size, self._waiting(draft))
-                for draft, size in zip(drafts, sizes, strict=True)
+                Incoming(
+                    draft.tenant, draft.topic, draft.count, payload, self._waiting(draft), kept
+                )
+                for draft, (payload, kept, _) in zip(drafts, sizes, strict=True)
             ],
             self._engine.runtime.now(),
         )
@@ -279,7 +283,7 @@ class Intake:
             (feed, feed.pending_commit())  # type: ignore[attr-defined]
             for feed in transaction.cursors
         ]
-        sizes: list[int] = []
+        sizes: list[tuple[int, int, int]] = []
         for draft in transaction.drafts:
             await self._engine.topics.ensure(draft.topic)
             sizes.append(await self.prepare(draft))
@@ -318,8 +322,8 @@ class Intake:
             try:
                 return (await self.submit(drafts, when_taken=entries, check=check))[:count]
             finally:
-                for draft, size in zip(transaction.drafts, sizes, strict=True):
-                    self._engine.admission.ingress_done(draft.tenant, draft.count, size)
+                for draft, (_, kept, _) in zip(transaction.drafts, sizes, strict=True):
+                    self._engine.admission.ingress_done(draft.tenant, draft.count, kept)
         except KeyKnown:  # another one with this key was faster
             assert key is not None
             await keyring.knows(owner, key)

@@ -14,10 +14,12 @@ from penstock.core.dedup import repeats
 from penstock.core.entry import Entry, encode_entries
 from penstock.engines.engine import Draft
 from penstock.engines.pending import Submission
+from penstock.log.content import EVENT_OVERHEAD_BYTES
 from penstock.log.disk import Bytes
 from penstock.log.eventlog import EventLog, PartitionLog
 from penstock.log.frame import BATCH, CONTROL, GROUP, encode_group
 from penstock.log.journal import Commit
+from penstock.log.measure import event_bytes, payload_bytes
 from penstock.log.snapshot import PARTITION_SHIFT, Fold
 from penstock.model.batch import EventBatch
 from penstock.model.compressor import compressors, worth_compressing
@@ -240,15 +242,45 @@ class Layout:
 
 def draft_bytes(draft: Draft) -> int:
     """An upper bound on what a draft takes in the journal."""
-    if draft.batch is not None:
-        return len(draft.batch.stored_body()) + BATCH_OVERHEAD_BYTES
-    size = BATCH_OVERHEAD_BYTES + 72 * draft.count + sum(map(len, draft.payloads))
+    return draft_sizes(draft)[2]
+
+
+def draft_sizes(draft: Draft) -> tuple[int, int, int]:
+    """Its payload bytes (for rates), its event bytes (for quotas), and the most the journal needs.
+
+    >>> draft_sizes(Draft("orders", [b"12345"], tenant="acme", codec="raw"))
+    (5, 69, 717)
+    """
+    batch = draft.batch
+    if batch is not None:
+        bound = len(batch.stored_body()) + BATCH_OVERHEAD_BYTES
+        return payload_bytes(batch), event_bytes(batch), bound
+    payload = sum(map(len, draft.payloads))
+    rest = bound = 0
     if draft.keys is not None:
-        size += sum(len(key) for key in draft.keys if key is not None)
+        rest = bound = sum(len(key) for key in draft.keys if key is not None)
     for headers in draft.headers or ():
         for name, text in (headers or {}).items():
-            size += 4 * (len(name) + len(text)) + 16
-    return size
+            rest += _utf8_bytes(name) + _utf8_bytes(text)
+            bound += 4 * (len(name) + len(text)) + 16
+    count = draft.count
+    return (
+        payload,
+        payload + rest + EVENT_OVERHEAD_BYTES * count,
+        payload + bound + BATCH_OVERHEAD_BYTES + 72 * count,
+    )
+
+
+def draft_payload_bytes(draft: Draft) -> int:
+    """The bytes of a draft's payloads: what rates and counters count, on either side of a wire."""
+    if draft.batch is not None:
+        return payload_bytes(draft.batch)
+    return sum(map(len, draft.payloads))
+
+
+def _utf8_bytes(text: str) -> int:
+    # What cannot be encoded is refused when the draft is laid out, with a better word for it.
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
 def merges(draft: Draft) -> bool:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from penstock.core.respite import Respite
 from penstock.engines.channel import Channel
 from penstock.engines.engine import Draft
-from penstock.engines.layout import MERGE_EVENTS
+from penstock.engines.layout import MERGE_EVENTS, draft_payload_bytes
 from penstock.model.errors import InvalidInput, PenstockError, Throttled
 from penstock.model.event import Receipt
 from penstock.wire.fault import to_error
@@ -60,7 +60,8 @@ class RemotePublisher:
         """Send a draft with its neighbours; durable when it returns."""
         loop = asyncio.get_running_loop()
         if self._respite and draft.deliver_at_us is None:
-            refusal = self._respite.answer(draft.tenant, draft.count, _size(draft), loop.time())
+            size = draft_payload_bytes(draft)
+            refusal = self._respite.answer(draft.tenant, draft.count, size, loop.time())
             if refusal is not None:
                 raise refusal
         future: asyncio.Future[Receipt] = loop.create_future()
@@ -155,7 +156,8 @@ class RemotePublisher:
     def _remember(self, draft: Draft, error: PenstockError) -> None:
         if isinstance(error, Throttled) and draft.deliver_at_us is None:
             now = asyncio.get_running_loop().time()
-            self._respite.refused(draft.tenant, draft.count, _size(draft), error, now)
+            size = draft_payload_bytes(draft)
+            self._respite.refused(draft.tenant, draft.count, size, error, now)
 
 
 def described(draft: Draft, parts: list[Bytes]) -> DraftMeta:
@@ -182,6 +184,7 @@ def described(draft: Draft, parts: list[Bytes]) -> DraftMeta:
 
 
 def _size(draft: Draft) -> int:
+    """About what it takes in a frame."""
     if draft.batch is not None:
         return draft.batch.size_bytes
     return sum(map(len, draft.payloads))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from penstock.log.content import EVENT_OVERHEAD_BYTES
+from penstock.log.measure import event_bytes
 from penstock.model.arrow import SCHEMA, TIME
 from penstock.model.column import Bytes, Strings
 from penstock.model.token import TOKEN_BYTES
@@ -80,32 +80,6 @@ def gather_groups(batches: Sequence[Sized], group_events: int) -> Iterator[pa.Re
             group, events, size = [], 0, 0
     if group:
         yield gather(group)
-
-
-def event_bytes(batch: EventBatch) -> int:
-    """What the events of a batch take uncompressed: the measure of every segment size.
-
-    >>> from penstock.model.batch import EventBatch
-    >>> event_bytes(EventBatch.build("orders", [b"12345", b"678"], keys=[b"k", None]))
-    137
-    """
-    size = batch.count * EVENT_OVERHEAD_BYTES + _span(batch.payload_column)
-    if batch.key_column is not None:
-        size += _span(batch.key_column)
-    headers = batch.header_column
-    if headers is not None:
-        ends = np.frombuffer(headers.offsets, dtype=np.int32, count=headers.count + 1)
-        first, last = int(ends[0]), int(ends[-1])
-        if last > first:
-            size += _span(headers.keys.slice(first, last)) + _span(
-                headers.values.slice(first, last)
-            )
-    return size
-
-
-def _span(column: Strings) -> int:
-    ends = column.ends()
-    return int(ends[column.count] - ends[0])
 
 
 def _fitting(batch: EventBatch, size: int, room: int) -> int:

@@ -37,6 +37,7 @@ from penstock.log.journal import (
     file_name,
 )
 from penstock.log.manifest import Manifest
+from penstock.log.measure import measured
 from penstock.log.snapshot import Fold
 from penstock.model.batch_head import BatchHead
 from penstock.model.errors import Corrupted, FormatTooNew, NotADataFolder, OffsetExpired
@@ -65,8 +66,8 @@ class Recovered(NamedTuple):
     """Payloads in side files: token and the position of the entry that names it."""
     snapshot_at: int
     """Position of the snapshot the recovery began with."""
-    tenant_bytes: dict[str, int]
-    """Unsealed bytes of each tenant."""
+    unsealed: dict[int, dict[str, int]]
+    """Event bytes of each tenant in the journal, by the base of the file; empty unless measured."""
 
 
 def check_folder(disk: Disk, *, write: bool) -> None:
@@ -111,9 +112,13 @@ def check_folder(disk: Disk, *, write: bool) -> None:
 class Recovery:
     """One reading of the journal, shared by writers (once) and read-only readers (again and again)."""
 
-    def __init__(self, disk: Disk, settings: Settings, *, write: bool) -> None:
+    def __init__(
+        self, disk: Disk, settings: Settings, *, write: bool, measure: bool | None = None
+    ) -> None:
         self.disk = disk
         self.write = write
+        self.measure = write if measure is None else measure
+        """Whether to sum up what tenants have in the journal; compressed batches cost some time."""
         self.manifest = Manifest.load(disk, write=write)
         self.log = EventLog(disk, self.manifest, cache_bytes=settings.limits.cache_bytes)
         self.fold = Fold.load(disk, settings.dedup)
@@ -125,7 +130,7 @@ class Recovery:
         self.position = min(self.fold.position, self.manifest.sealed_to)
         self._indexed = self.manifest.sealed_to
         self.side: dict[bytes, int] = {}
-        self.tenant_bytes: dict[str, int] = {}
+        self.unsealed: dict[int, dict[str, int]] = {}
         for topic, ends in self.fold.ends.items():
             for partition, (end, time_us) in enumerate(ends):
                 log = self.log.partition(topic, partition)
@@ -160,7 +165,7 @@ class Recovery:
             raise self._hole(file_name(wanted[-1]) if wanted else FOLDER, self.position)
         return Recovered(
             self.log, self.fold, self.position, self.epoch, self.torn_bytes, self.audited,
-            self.side, self.snapshot_at, self.tenant_bytes,
+            self.side, self.snapshot_at, self.unsealed,
         )  # fmt: skip
 
     def advance(self) -> bool:
@@ -251,8 +256,10 @@ class Recovery:
                 head = BatchHead.parse(body)
                 log = self.log.partition(head.topic, head.partition)
                 log.add(head, base, frame.position, inner)
-                size = head.raw_bytes + head.side_bytes
-                self.tenant_bytes[head.tenant] = self.tenant_bytes.get(head.tenant, 0) + size
+                if self.measure:
+                    of_file = self.unsealed.setdefault(base, {})
+                    size = measured(head, body).events
+                    of_file[head.tenant] = of_file.get(head.tenant, 0) + size
                 if head.side_bytes:
                     self.side[head.token_base] = frame.position
         if frame.position >= self.fold.position:

@@ -17,7 +17,8 @@ import numpy as np
 
 from penstock.log.content import ContentHash
 from penstock.log.disk import Disk
-from penstock.log.gather import Sized, event_bytes, gather_groups
+from penstock.log.gather import Sized, gather_groups
+from penstock.log.measure import event_bytes
 from penstock.log.segment import DAY_US, Range, SegmentInfo, write_segment
 from penstock.log.segment_reader import GroupCache, SegmentReader
 from penstock.model.batch import EventBatch

@@ -14,6 +14,7 @@ Sizes and durations may carry a unit ("64MiB", "5m"); `none` lifts a limit that 
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -29,6 +30,7 @@ from penstock.model.quantity import parse, unit_of
 from penstock.model.reference import allowed
 from penstock.model.setting import MIB, field_types
 from penstock.model.settings import Settings, TenantLimits
+from penstock.model.topic import TENANT_NAME, TENANT_RULE
 
 MAX_FILE_BYTES = MIB  # thousands of tenants fit; a data file given by mistake does not
 MAX_KEY_CHARS = 255  # what a tenant may be called, and far more than any setting is
@@ -188,6 +190,10 @@ def _understood(entry: Entry) -> Any:
     kind = _kind(entry.key)
     if kind is None:
         raise ValueError(f"there is no such setting; did you mean {_nearest(entry.key)}?")
+    if entry.key.startswith(TENANTS + "."):
+        tenant = entry.key.removeprefix(TENANTS + ".").rpartition(".")[0]
+        if not re.match(TENANT_NAME, tenant):
+            raise ValueError(f"no tenant can be called {tenant!r}: {TENANT_RULE}")
     unit = unit_of(entry.key.rpartition(".")[2])
     shown = repr(entry.value)
     shown = shown if len(shown) <= 80 else shown[:77] + "..."

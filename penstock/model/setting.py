@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.model.errors import InvalidSettings
+from penstock.model.topic import TENANT_NAME
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -30,6 +31,7 @@ DelayMs = Annotated[int, Meta(ge=0, le=7 * DAY_S * 1000)]
 Rate = Annotated[float, Meta(gt=0, le=MAX_COUNT)]
 ByteRate = Annotated[float, Meta(gt=0, le=TIB)]
 Name = Annotated[str, Meta(min_length=1, max_length=255)]
+TenantName = Annotated[str, Meta(pattern=TENANT_NAME)]
 
 
 def about(text: str) -> Meta:

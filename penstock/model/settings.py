@@ -32,6 +32,7 @@ from penstock.model.setting import (
     Rate,
     Size,
     Span,
+    TenantName,
     about,
 )
 
@@ -239,7 +240,15 @@ class TenantLimits(Group, frozen=True):
     bytes_per_s: Annotated[
         ByteRate | None, about("Payload bytes published a second, on average.")
     ] = None
-    storage_bytes: Annotated[Size | None, about("Bytes this tenant may keep stored.")] = None
+    burst_s: Annotated[
+        float,
+        Meta(gt=0, le=DAY_S),
+        about("Seconds of a rate that may be used at once; a batch of more than that is dropped."),
+    ] = 1.0
+    storage_bytes: Annotated[
+        Size | None,
+        about("Bytes this tenant may keep stored: 64 an event, and its payload, key and headers."),
+    ] = None
     replays_per_minute: Annotated[Rate | None, about("Replays this tenant may start a minute.")] = (
         None
     )
@@ -262,7 +271,7 @@ class Admission(Group, frozen=True):
         Count | None, about("Publishes not yet committed, all tenants; a broker uses 8192.")
     ] = None
     tenants: Annotated[
-        dict[Name, TenantLimits],
+        dict[TenantName, TenantLimits],
         about("Limits by tenant name: a table in a file, JSON in the environment."),
     ] = msgspec.field(default_factory=dict)
 

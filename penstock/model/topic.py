@@ -23,6 +23,10 @@ SHOWN_CHARACTERS = 80  # of a wrong name in its error, so that a hostile one can
 ONE_WORD = "*"
 ANY_WORDS = "#"
 
+TENANT_NAME = rf"^[A-Za-z0-9_-]{{1,{MAX_WORD_BYTES}}}\Z"
+"""What a tenant can be called: one word of a topic."""
+TENANT_RULE = f"it is one topic word of 1 to {MAX_WORD_BYTES} letters, digits, '_' and '-'"
+
 _FOREIGN_CHARACTER = re.compile(r"[^A-Za-z0-9_-]")
 _VERSION = re.compile(r"v[0-9]+")
 

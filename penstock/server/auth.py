@@ -28,7 +28,7 @@ from penstock.model.errors import (
 from penstock.model.event import Identity
 from penstock.model.role import ADMIN, ROLES
 from penstock.model.server_settings import Auth
-from penstock.model.topic import MAX_WORD_BYTES
+from penstock.model.topic import MAX_WORD_BYTES, TENANT_NAME, TENANT_RULE
 
 """What tokens may say: everything; change and read one tenant; read one tenant; metrics only."""
 
@@ -39,7 +39,7 @@ MAX_SUBJECT_CHARACTERS = 255  # it stands in every audit record of its owner
 MAX_ROLES = 32  # in one token; there are four
 MAX_TTL_S = 366 * 86_400.0  # a token cannot be called back, so none outlives a year
 
-_TENANT = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_WORD_BYTES}}}")
+_TENANT = re.compile(TENANT_NAME)
 _REMEDY = "make a new one with `penstock token create`"
 
 
@@ -222,8 +222,7 @@ def _named(tenant: str, subject: str, roles: tuple[str, ...]) -> Identity:
     """An identity whose names can stand in topics, logs and audit records."""
     if not _TENANT.fullmatch(tenant):
         raise AccessDenied(
-            f"no tenant can be called {tenant[:MAX_WORD_BYTES]!r}: it is one topic word of 1 to "
-            f"{MAX_WORD_BYTES} letters, digits, '_' and '-'",
+            f"no tenant can be called {tenant[:MAX_WORD_BYTES]!r}: {TENANT_RULE}",
             tenant=tenant[:MAX_WORD_BYTES],
         )
     if not 0 < len(subject) <= MAX_SUBJECT_CHARACTERS or not subject.isprintable():

@@ -45,9 +45,9 @@ def _histogram(name: str, about: str, *labels: str) -> Family:
 SECTIONS: dict[str, tuple[Family, ...]] = {
     "Events and bytes": (
         _counter("penstock_published_events_total", "Events that became durable.", *PAIR),
-        _counter("penstock_published_bytes_total", "Their bytes, as they came in.", *PAIR),
+        _counter("penstock_published_bytes_total", "Bytes of their payloads, uncompressed.", *PAIR),
         _counter("penstock_delivered_events_total", "Events sent to consumers, every attempt.", *PAIR),
-        _counter("penstock_delivered_bytes_total", "Their bytes, as they went out.", *PAIR),
+        _counter("penstock_delivered_bytes_total", "Bytes of their payloads, uncompressed.", *PAIR),
         _counter("penstock_replayed_events_total", "Stored events that were read back.", *PAIR),
         _counter("penstock_duplicate_events_total", "Published events that had been stored before and were recognised by their token: exactly-once hits.", *PAIR),
         _counter("penstock_settled_events_total", "Events settled by consumers: `ack`, `nack`, `reject`, `extend`; `late` came after the lease.", "kind"),

@@ -170,7 +170,7 @@ def hidden(key: str) -> bool:
 
 
 def flat(settings: Settings) -> dict[str, Any]:
-    """Every setting by its dotted name, each limit of each tenant on its own."""
+    """Every setting by its dotted name, each limit that a tenant has on its own."""
     found: dict[str, Any] = {}
     for group in settings.__struct_fields__:
         table = getattr(settings, group)
@@ -180,7 +180,8 @@ def flat(settings: Settings) -> dict[str, Any]:
                 found[f"{group}.{field}"] = value
                 continue
             for tenant, limits in value.items():
+                unset = type(limits)()
                 for name in limits.__struct_fields__:
-                    if getattr(limits, name) is not None:
+                    if getattr(limits, name) != getattr(unset, name):
                         found[f"{group}.{field}.{tenant}.{name}"] = getattr(limits, name)
     return found

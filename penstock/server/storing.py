@@ -16,6 +16,7 @@ from penstock.core.state import SessionState
 from penstock.engines.bundle import Bundle, combined
 from penstock.engines.embedded import EmbeddedEngine
 from penstock.engines.engine import Draft, Settle, Transaction
+from penstock.engines.layout import draft_payload_bytes
 from penstock.engines.timekeeper import SCHEDULED
 from penstock.model.batch_head import BatchHead
 from penstock.model.errors import (
@@ -238,7 +239,7 @@ class Storing:
         again = duplicates_in(receipt)
         if again:
             self._tally.duplicates(draft.tenant, draft.topic, again)
-        size = draft.batch.size_bytes if draft.batch is not None else sum(map(len, draft.payloads))
+        size = draft_payload_bytes(draft)
         new = draft.count - again
         # Which of them were duplicates is not known here: an equal share of the bytes stands for each.
         self._tally.published(draft.tenant, draft.topic, new, size * new // draft.count, seconds)

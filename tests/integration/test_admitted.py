@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,36 @@ async def test_delayed_events_count_when_they_are_taken(bus: penstock.Bus) -> No
             await asyncio.sleep(0.02)
     await asyncio.sleep(0.1)
     assert await stored(bus) == taken
+
+
+@pytest.mark.parametrize("where", ["mem", "broker"])
+async def test_sizes_are_what_the_documents_say(where: str, tmp_path: Path) -> None:
+    """T11: a rate counts payload bytes, a quota what is kept; neither counts the journal's room."""
+    limits = {"acme": {"bytes_per_s": 10_000}, "globex": {"storage_bytes": 10 * 164}}
+    broker = BrokerProcess(tmp_path / "data")
+    with contextlib.ExitStack() as stack:
+        if where == "broker":
+            stack.enter_context(broker.start(admission__tenants=limits))
+        url, flags = ("mem:", {"admission__tenants": limits}) if where == "mem" else (broker.url(), {})  # fmt: skip
+        async with penstock.connect(url, **flags) as bus:
+            for _ in range(60):
+                await bus.publish(TOPIC, b"x" * 100, codec="raw", key="not counted" * 9)
+            async with bus.transaction() as transaction:
+                for _ in range(30):
+                    transaction.publish(TOPIC, b"x" * 100, codec="raw")
+            with pytest.raises(penstock.Dropped):
+                await bus.publish_many(TOPIC, [b"x" * 100] * 101, codec="raw")
+            with pytest.raises(penstock.Throttled) as caught:
+                await bus.publish_many(TOPIC, [b"x" * 500] * 20, codec="raw")
+            assert caught.value.data["limit"] == "bytes_per_s"
+            kept = TOPIC.replace("acme", "globex")
+            for _ in range(8):
+                await bus.publish(kept, b"x" * 100, codec="raw")
+            async with bus.transaction() as transaction:
+                transaction.publish_many(kept, [b"x" * 100] * 2, codec="raw")
+            with pytest.raises(penstock.Throttled) as caught:
+                await bus.publish(kept, b"", codec="raw")
+            assert caught.value.data["limit"] == "storage_bytes"
 
 
 async def test_ingress_ends_with_the_transaction(tmp_path: Path) -> None:

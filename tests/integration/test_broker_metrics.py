@@ -64,6 +64,22 @@ async def take(events: Any, count: int) -> None:
         assert await events.get(timeout_s=30) is not None
 
 
+async def test_bytes_are_those_of_payloads_however_they_are_packed(tmp_path: Path) -> None:
+    """Row X10: what comes in and goes out is counted alike, in batches, alone and in side files."""
+    with BrokerProcess(tmp_path / "data").start(journal__side_file_bytes=2_000) as broker:
+        async with penstock.connect(broker.url()) as bus, bus.subscribe(TOPIC, group="g") as events:
+            await bus.publish_many(TOPIC, [b"x" * 10] * 200, keys=["k"] * 200, codec="raw")
+            await bus.publish(TOPIC, b"x" * 100, headers={"a": "b"}, codec="raw")
+            await bus.publish(TOPIC, b"x" * 3_000, codec="raw")
+            for _ in range(202):
+                event = await events.get(timeout_s=30)
+                assert event is not None
+                await event.ack()
+            found = scrape(broker)
+    assert found[f"penstock_published_bytes_total{PAIR}"] == 5_100
+    assert found[f"penstock_delivered_bytes_total{PAIR}"] == 5_100
+
+
 async def test_figures_after_known_work(tmp_path: Path) -> None:
     """Row X10: each metric means what the catalogue says, in a broker of its own process."""
     with BrokerProcess(tmp_path / "data").start() as broker:

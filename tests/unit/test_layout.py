@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 
 from penstock.core.entry import Acked, TopicPut, TopicSpec, decode_entries
 from penstock.engines.engine import Draft
-from penstock.engines.layout import MERGE_EVENTS, Layout, draft_bytes
+from penstock.engines.layout import MERGE_EVENTS, Layout, draft_bytes, draft_sizes
 from penstock.engines.pending import Submission
 from penstock.log.eventlog import EventLog
 from penstock.log.frame import BATCH, CONTROL, GROUP, read_group
 from penstock.log.journal import Commit
 from penstock.log.manifest import Manifest
+from penstock.log.measure import event_bytes, payload_bytes
 from penstock.log.memory_disk import MemoryDisk
 from penstock.log.snapshot import Fold
 from penstock.model.batch import EventBatch
@@ -231,6 +232,8 @@ def test_the_bound_on_what_a_draft_takes_is_one(payloads, keys, headers, labels)
         made.times_us, made.expires_us = [1] * len(payloads), [2] * len(payloads)
         made.priority = [3] * len(payloads)
     assert len(made.build().encode()) <= draft_bytes(made)
+    built = made.build()
+    assert draft_sizes(made)[:2] == (payload_bytes(built), event_bytes(built)), "laid out or not"
 
 
 def test_what_compresses_is_compressed_and_what_does_not_is_left() -> None:

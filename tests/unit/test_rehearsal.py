@@ -31,8 +31,8 @@ def of(**limits: TenantLimits) -> AdmissionLimits:
 
 def test_a_rate_throttles_what_is_above_it() -> None:
     """T16: the rehearsal says what a new quota would have refused, beside the one in force."""
-    batches = [Batch(second * S, "acme", "orders", 10, 1_000) for second in range(10)]
-    batches += [Batch(second * S + 1, "calm", "orders", 1, 100) for second in range(10)]
+    batches = [Batch(second * S, "acme", "orders", 10, 1_000, 1_000) for second in range(10)]
+    batches += [Batch(second * S + 1, "calm", "orders", 1, 100, 100) for second in range(10)]
     (acme, calm) = rehearse(came(*batches), of(), of(acme=TenantLimits(events_per_s=4)))
     assert (acme.tenant, acme.events, acme.size_bytes, acme.peak_per_s) == ("acme", 100, 10_000, 10)
     assert (acme.now.admitted, acme.now.refused) == (100, 0)
@@ -44,23 +44,23 @@ def test_a_rate_throttles_what_is_above_it() -> None:
 
 def test_a_large_batch_is_one_publish_and_small_ones_are_single_events() -> None:
     limits = of(acme=TenantLimits(events_per_s=50))
-    large = run(came(Batch(S, "acme", "orders", 64, 6_400)), limits)["acme"]
+    large = run(came(Batch(S, "acme", "orders", 64, 6_400, 6_400)), limits)["acme"]
     assert (large.admitted, large.dropped) == (0, 64)
-    small = run(came(Batch(S, "acme", "orders", 63, 6_300)), limits)["acme"]
+    small = run(came(Batch(S, "acme", "orders", 63, 6_300, 6_300)), limits)["acme"]
     assert (small.admitted, small.throttled, small.dropped) == (50, 13, 0)
 
 
 def test_what_shared_a_commit_waits_together() -> None:
     limits = AdmissionLimits(max_global_ingress=100)
-    together = [Batch(S, "a", f"t{n}", 60, 60) for n in range(2)]
+    together = [Batch(S, "a", f"t{n}", 60, 60, 60) for n in range(2)]
     assert run(came(*together), limits)["a"].deferred == 20
-    apart = [Batch(n * S, "a", "t", 60, 60) for n in range(2)]
+    apart = [Batch(n * S, "a", "t", 60, 60, 60) for n in range(2)]
     assert run(came(*apart), limits)["a"].deferred == 0, "one is through before the next comes"
 
 
 def test_storage_counts_what_was_there_before() -> None:
     limits = of(acme=TenantLimits(storage_bytes=1_000))
-    two = [Batch(n * S, "acme", "t", 1, 300) for n in (1, 2)]
+    two = [Batch(n * S, "acme", "t", 1, 300, 300) for n in (1, 2)]
     assert run(came(*two, stored={"acme": 300}), limits)["acme"].admitted == 2
     late = run(came(*two, stored={"acme": 500}), limits)["acme"]
     assert (late.admitted, late.throttled, late.limits) == (1, 1, {"storage_bytes": 1})
@@ -95,8 +95,8 @@ async def test_traffic_is_the_same_from_journal_and_segments(
     key = [(b.time_us, b.tenant, b.topic, b.events) for b in before.batches]
     assert [(b.time_us, b.tenant, b.topic, b.events) for b in after.batches if b.topic != "other"] == key  # fmt: skip
     for was, now in zip(before.batches, after.batches, strict=False):
-        assert abs(was.size_bytes - now.size_bytes) < 100 * was.events
-        assert now.size_bytes >= 100 * now.events
+        assert was == now, "the same sizes, too"
+        assert (now.payload_bytes, now.event_bytes) == (100 * now.events, 164 * now.events)
 
 
 async def test_the_window_and_the_bound_keep_the_newest(
@@ -113,6 +113,20 @@ async def test_the_window_and_the_bound_keep_the_newest(
     assert cut.cut
     assert cut.batches == everything[-3:]
     assert cut.stored_bytes["acme"] > 0, "what was left out counts as stored before"
+
+
+async def test_the_rehearsal_agrees_with_the_bus(
+    tmp_path: Path, small: Callable[..., Settings]
+) -> None:
+    """T16, T11: limits that let recorded traffic in let it in again, to the byte."""
+    topic, fits = "shop.orders.v1.acme", {"bytes_per_s": 1_000.0, "storage_bytes": 10 * 164}
+    settings = small(admission__tenants={"acme": fits})
+    async with penstock.connect(tmp_path / "data", settings=settings) as bus:
+        for _ in range(10):
+            await bus.publish(topic, b"x" * 100, codec="raw")
+    traffic = read_traffic(tmp_path / "data", settings, 3_600)
+    (same,) = rehearse(traffic, of(acme=TenantLimits(**fits)), of(acme=TenantLimits(storage_bytes=1_639)))  # type: ignore[arg-type]  # fmt: skip
+    assert (same.now.refused, same.new.limits) == (0, {"storage_bytes": 1})
 
 
 async def test_an_empty_folder_has_no_traffic(tmp_path: Path, small: Callable[..., Settings]) -> None:  # fmt: skip

@@ -102,6 +102,22 @@ async def test_new_limits_are_in_force_at_once(bench: Bench) -> None:
     assert bench.admission.admit("acme", "t", 1, 1, 0.0) is ADMITTED
 
 
+async def test_a_burst_can_be_set_and_changed(bench: Bench) -> None:
+    """T11: how much of a rate may be used at once is a limit like the others."""
+    rate = "[admission.tenants.acme]\nevents_per_s = 10\n"
+    bench.write(rate)
+    assert await bench.reloader.reload("test")
+    assert bench.admission.admit("acme", "t", 30, 1, 0.0).kind == "dropped"
+    bench.write(rate + "burst_s = 3\n")
+    assert await bench.reloader.reload("test")
+    assert bench.admission.limits.tenants["acme"].burst_s == 3
+    assert bench.admission.admit("acme", "t", 30, 1, 10.0) is ADMITTED
+    for wrong in ("0", "-1", "86401", '"none"'):
+        bench.write(rate + f"burst_s = {wrong}\n")
+        assert not await bench.reloader.reload("test"), wrong
+    assert bench.admission.limits.tenants["acme"].burst_s == 3
+
+
 @pytest.mark.parametrize(
     "text",
     [

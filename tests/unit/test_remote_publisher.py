@@ -210,3 +210,22 @@ def test_a_draft_arrives_as_it_was_whatever_way_it_went(
     assert [dict(each or {}) for each in found.headers or ()] == [
         dict(each or {}) for each in wanted.headers or ()
     ]
+
+
+async def test_a_respite_measures_what_the_rate_does() -> None:
+    """T11: payload bytes, whether a draft is laid out as a batch already or not."""
+    link = Outlet()
+    _, publisher = publisher_over(link)
+    refused = draft(b"x" * 500, b"y" * 500)
+    refused.batch = refused.build()
+    error = errors.Throttled("too fast", limit="bytes_per_s", retry_after_s=60.0)
+    publisher._remember(refused, error)
+    with pytest.raises(errors.Throttled):
+        await publisher.publish(draft(b"x" * 500, b"y" * 500))
+    assert not link.sent, "the answer is known"
+    smaller = draft(b"x" * 500, b"y" * 499)
+    smaller.batch = smaller.build()
+    with pytest.raises(errors.PenstockError) as caught:
+        await publisher.publish(smaller)
+    assert link.sent, "it may fit"
+    assert not isinstance(caught.value, errors.Throttled)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from penstock.log.content import content_of
 from penstock.log.disk import read_file
-from penstock.log.gather import event_bytes, gather, gather_groups
+from penstock.log.gather import gather, gather_groups
+from penstock.log.measure import event_bytes
 from penstock.log.memory_disk import MemoryDisk
 from penstock.log.segment import DAY_US, SegmentInfo, chunk_of, write_segment
 from penstock.log.segment_reader import GroupCache, SegmentReader, verify_content, verify_segment

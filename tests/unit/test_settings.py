@@ -162,7 +162,7 @@ def test_tenants_come_from_tables_json_and_flags(tmp_path: Path) -> None:
     )
     env = {
         "PENSTOCK_ADMISSION_TENANTS": json.dumps(
-            {"acme": {"max_inflight": 20}, "b.c": {"max_queued": 1}}
+            {"acme": {"max_inflight": 20}, "b-c": {"max_queued": 1}}
         )
     }
     settings = load(path, env, {"admission.tenants.acme.events_per_s": "100"})
@@ -170,10 +170,25 @@ def test_tenants_come_from_tables_json_and_flags(tmp_path: Path) -> None:
         "acme": TenantLimits(
             max_inflight=20, storage_bytes=10 * GIB, bytes_per_s=MIB, events_per_s=100
         ),
-        "b.c": TenantLimits(max_queued=1),
+        "b-c": TenantLimits(max_queued=1),
     }
     given_in_python = load(flags={"admission.tenants": settings.admission.tenants})
     assert given_in_python.admission == settings.admission
+
+
+@pytest.mark.parametrize("name", ["bad tenant", "a.b", "", "ü", "x" * 65, "acme\n"])
+def test_limits_are_for_tenants_that_can_exist(name: str, tmp_path: Path) -> None:
+    """T11: the rule of tokens; limits under any other name would hold for nobody."""
+    path = file(tmp_path, f"[admission.tenants.{json.dumps(name)}]\nmax_inflight = 10\n")
+    (problem,) = check(path)
+    assert problem.severity == "error"
+    assert "no tenant can be called" in problem.message or not name
+    for flags in ({f"admission.tenants.{name}.max_inflight": 1}, {"admission.tenants": {name: {"max_inflight": 1}}}):  # fmt: skip
+        with pytest.raises(InvalidSettings):
+            load(flags=flags)
+    with pytest.raises(InvalidSettings):
+        Admission(tenants={name: TenantLimits()})
+    assert Admission(tenants={"x" * 64: TenantLimits()}).tenants
 
 
 @pytest.mark.parametrize(
