@@ -302,6 +302,20 @@ async def test_of_a_group_ordered_by_key_what_was_in_hand_comes_again_after_a_ki
             assert await lag(bus, "g") == 0
 
 
+async def lose_on_the_way(
+    broker: BrokerProcess, cable: Cable, bus: penstock.Bus, payloads: list[bytes]
+) -> None:
+    """Kill the broker when events are leased, durably, and have not arrived; start it again."""
+    cable.swallows = True
+    await bus.publish_many("orders.created", payloads)
+    await asyncio.sleep(0.3)
+    await asyncio.to_thread(broker.kill)
+    cable.cut()
+    cable.swallows = False
+    cable.plug()
+    await asyncio.to_thread(broker.start, server__session_s=60.0)
+
+
 async def test_what_never_arrived_comes_at_once_after_a_kill(
     broker: BrokerProcess, cable: Cable
 ) -> None:
@@ -316,14 +330,7 @@ async def test_what_never_arrived_comes_at_once_after_a_kill(
         held, settled = await take(sub, 2)
         await settled.ack()
         await away.flush()
-        cable.swallows = True
-        await bus.publish_many("orders.created", [b"2", b"3"])
-        await asyncio.sleep(0.3)  # the leases are durable, and on their way
-        await asyncio.to_thread(broker.kill)
-        cable.cut()
-        cable.swallows = False
-        cable.plug()
-        await asyncio.to_thread(broker.start, server__session_s=60.0)
+        await lose_on_the_way(broker, cable, bus, [b"2", b"3"])
         events = await take(sub, 2)
         assert [(event.payload, event.attempt) for event in events] == [(b"2", 2), (b"3", 2)]
         for event in (held, *events):
@@ -346,14 +353,7 @@ async def test_with_one_attempt_what_never_arrived_is_a_dead_letter_that_says_so
         (event,) = await take(sub, 1)
         await event.ack()
         await away.flush()
-        cable.swallows = True
-        await bus.publish("orders.created", b"1")
-        await asyncio.sleep(0.3)  # the lease is durable, and on its way
-        await asyncio.to_thread(broker.kill)
-        cable.cut()
-        cable.swallows = False
-        cable.plug()
-        await asyncio.to_thread(broker.start, server__session_s=60.0)
+        await lose_on_the_way(broker, cable, bus, [b"1"])
         async with asyncio.timeout(DEADLINE_S):
             while not (letters := await bus.dead_letters.list(consumer="g")):
                 await asyncio.sleep(0.05)
