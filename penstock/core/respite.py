@@ -2,7 +2,8 @@
 
 A bucket only fills with time, so whoever asks for as much as was refused gets the same answer until
 `retry_after_s` has passed. Given here, it costs the broker nothing, and other tenants wait for
-nobody's refusals. A smaller batch may fit and is sent.
+nobody's refusals. A smaller batch may fit and is sent. Who was refused lately is at its limit, and
+gains nothing by haste.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from penstock.model.errors import Throttled
 
 RATES = ("events_per_s", "bytes_per_s")
 MOST_TENANTS = 1_000
+# A tenant is at its limit for so long after a refusal is over: at half as much again as its rate it has
+# had the next one by then.
+LATELY_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,8 @@ class Respite:
     (None, None)
     >>> respite.withheld()
     {'events_per_s acme': 1}
+    >>> respite.lately("acme", now_s=12.2), respite.lately("acme", now_s=12.3), bool(respite)
+    (True, False, False)
     """
 
     def __init__(self) -> None:
@@ -59,10 +65,7 @@ class Respite:
     def answer(self, tenant: str, events: int, size_bytes: int, now_s: float) -> Throttled | None:
         """What the broker would say to a batch, if that is known."""
         known = self._refusals.get(tenant)
-        if known is None:
-            return None
-        if now_s >= known.until_s:
-            del self._refusals[tenant]
+        if known is None or now_s >= known.until_s:
             return None
         if events < known.events or size_bytes < known.size_bytes:
             return None
@@ -70,6 +73,16 @@ class Respite:
         self._withheld[key] = self._withheld.get(key, 0) + 1
         data = {**known.error.data, "retry_after_s": known.until_s - now_s}
         return Throttled(known.error.message, **data)
+
+    def lately(self, tenant: str, now_s: float) -> bool:
+        """Whether a tenant is at its limit."""
+        known = self._refusals.get(tenant)
+        if known is None:
+            return False
+        if now_s >= known.until_s + LATELY_S:
+            del self._refusals[tenant]
+            return False
+        return True
 
     def withheld(self) -> dict[str, int]:
         """How many batches were refused here since the last call, by limit and tenant."""

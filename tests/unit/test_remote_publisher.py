@@ -12,10 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import errors
+from penstock.core.respite import LATELY_S
 from penstock.engines.channel import Channel
 from penstock.engines.engine import Draft
 from penstock.engines.layout import MERGE_EVENTS
-from penstock.engines.remote_publisher import MAX_UNDER_WAY, PART_BYTES, RemotePublisher, described
+from penstock.engines.remote_publisher import (
+    GATHER_S,
+    MAX_UNDER_WAY,
+    PART_BYTES,
+    RemotePublisher,
+    described,
+)
 from penstock.model.event import Identity, Receipt
 from penstock.model.loader import load
 from penstock.model.settings import Limits
@@ -229,3 +236,30 @@ async def test_a_respite_measures_what_the_rate_does() -> None:
         await publisher.publish(smaller)
     assert link.sent, "it may fit"
     assert not isinstance(caught.value, errors.Throttled)
+
+
+async def test_a_tenant_at_its_limit_gathers_and_keeps_nobody_waiting() -> None:
+    """T11: a frame costs a broker about the same whatever is in it, and others wait for it."""
+    link = Outlet()
+    channel, publisher = publisher_over(link)
+    link.answer = lambda frame: stored(channel, frame)
+    error = errors.Throttled("too fast", limit="events_per_s", retry_after_s=0.0)
+    publisher._remember(draft(b"x", b"y"), error)
+    tasks = await each_in_its_own_frame(publisher, 5)
+    assert not link.sent
+    for task in tasks:
+        took_s, refusal = await task
+        assert refusal is None
+        assert took_s >= GATHER_S / 2
+    assert len(link.sent) == 1
+    waiting = asyncio.create_task(timed(publisher, draft(b"x")))
+    await asyncio.sleep(0)
+    other = Draft("a.b", (b"z",), tenant="other", codec="raw")
+    assert (await timed(publisher, other))[1] is None
+    assert len(link.sent) == 2
+    assert (await waiting)[1] is None, "it went with the other's"
+    assert len(link.sent) == 2
+    await asyncio.sleep(LATELY_S)
+    tasks = await each_in_its_own_frame(publisher, 3)
+    assert len(link.sent) == 5, "it was not refused for long enough"
+    await asyncio.gather(*tasks)
