@@ -17,13 +17,13 @@ from penstock.engines.layout import MERGE_EVENTS, draft_bytes, draft_sizes
 from penstock.engines.pending import Submission
 from penstock.engines.timekeeper import SCHEDULED
 from penstock.engines.turnstile import Turnstile
+from penstock.engines.views import known_partition
 from penstock.log.side import put_aside
 from penstock.model.errors import (
     BusClosed,
     DiskFull,
     InvalidInput,
     PayloadTooLarge,
-    UnknownTopic,
 )
 from penstock.model.event import Receipt
 
@@ -164,14 +164,10 @@ class Intake:
 
     def split(self, draft: Draft) -> list[tuple[Draft, int]]:
         """One draft for each partition its keys fall into."""
-        count = self._engine.state.topics[draft.topic].partitions
         if draft.partition is not None:
-            if not 0 <= draft.partition < count:
-                raise UnknownTopic(
-                    f"{draft.topic!r} has partitions 0 to {count - 1}, not {draft.partition}",
-                    topic=draft.topic,
-                )
+            known_partition(self._engine.state, draft.topic, draft.partition)
             return [(draft, draft.partition)]
+        count = self._engine.state.topics[draft.topic].partitions
         if count == 1:
             return [(draft, 0)]
         fallback = self._rounds[draft.topic] = (self._rounds.get(draft.topic, -1) + 1) % count
