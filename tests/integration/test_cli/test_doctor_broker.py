@@ -7,6 +7,7 @@ import csv
 import importlib.util
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -411,7 +412,9 @@ async def test_a_broker_whose_clock_is_not_ours(tmp_path: Path, hours: int) -> N
     finally:
         await daemon.stop()
     assert (skew.name, skew.status) == ("clock skew", "warn")
-    assert f"{hours * 3600:+d}." in skew.found
+    [found_s] = re.findall(r"([+-][0-9.]+) s", skew.found)
+    # The answer's way is part of it: on a busy machine that is more than nothing.
+    assert float(found_s) == pytest.approx(hours * 3600, abs=5)
     assert "NTP" in skew.advice
 
 
