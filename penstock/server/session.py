@@ -335,8 +335,7 @@ class Session:
     async def _unsubscribe(self, frame: Frame) -> Frame:
         feed = decode(frame.meta, say.Feed).feed
         await self.opened(feed)  # its client may have given up meanwhile
-        outlet = self.feeds.pop(feed, None)
-        if outlet is not None:
+        if (outlet := self.feeds.pop(feed, None)) is not None:
             await outlet.close()
         return Frame(Kind.RESULT, frame.request, b"")
 
@@ -348,10 +347,11 @@ class Session:
             del self._ended[next(iter(self._ended))]
         self.send(self._ended[feed])
 
-    async def opened(self, feed: int) -> None:
-        """Wait for a subscribe that came just before."""
-        if feed in self._opening:
-            await asyncio.shield(self._opening[feed])
+    async def opened(self, *feeds: int) -> None:
+        """Wait for a subscribe that came just before; without a feed for all of them."""
+        for feed in feeds or tuple(self._opening):
+            if feed in self._opening:
+                await asyncio.shield(self._opening[feed])
 
     def log_outlet(self, feed: int) -> LogOutlet:
         """A log feed that is open."""

@@ -290,12 +290,13 @@ class Storing:
                 return self._repeated(frame, drafts)  # whatever became of its leases
         transaction = Transaction(
             drafts=drafts,
-            acks=[self._leased(delivery, index) for delivery, index in wish.acks],
+            acks=[await self._leased(delivery, index) for delivery, index in wish.acks],
             cursors=[],
             key=wish.key,
             tenant=identity.tenant,
         )
         for cursor in wish.cursors:
+            await self._session.opened(cursor.feed)
             outlet = self._session.log_outlet(cursor.feed)
             outlet.mark(cursor)
             transaction.cursors.append(outlet.reader)
@@ -322,8 +323,11 @@ class Storing:
             self._tally.duplicates(draft.tenant, draft.topic, draft.count)
         return Frame(Kind.RESULT, frame.request, encode(say.Published([], key_known=True)))
 
-    def _leased(self, delivery: int, index: int) -> Settle:
+    async def _leased(self, delivery: int, index: int) -> Settle:
         leased = self._session.leased(delivery)
+        if leased is None:  # a client that is back may be about to take it up
+            await self._session.opened()
+            leased = self._session.leased(delivery)
         if leased is None or not 0 <= index < leased.batch.count:
             raise LeaseExpired("an event of the transaction is leased no more; nothing happened")
         return Settle(leased, index)
