@@ -97,8 +97,8 @@ class SessionState:
         """Places by sequence, the last `REMEMBERED_PUBLISHES`: a client has fewer under way."""
 
     def remember(self, sequence: int, places: list[int]) -> None:
-        """Keep what became of a publish, forgetting the oldest."""
-        self.produced[sequence] = places
+        """Keep what became of a publish, or of more of it, forgetting the oldest."""
+        self.produced[sequence] = [*self.produced.get(sequence, ()), *places]
         if len(self.produced) > REMEMBERED_PUBLISHES:
             del self.produced[next(iter(self.produced))]
 

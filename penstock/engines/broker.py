@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -18,10 +19,11 @@ from penstock.engines.link import ClientLink
 from penstock.engines.remote_delivery import RemoteDelivery, RemoteQueue, settled_events
 from penstock.engines.remote_log import RemoteLog
 from penstock.engines.remote_publisher import SPREAD, RemotePublisher, described
-from penstock.engines.request import AdmitReplay
+from penstock.engines.request import AdmitReplay, DeleteGroup
 from penstock.model.batch import EventBatch
 from penstock.model.errors import (
     AlreadySettled,
+    BrokerUnreachable,
     BusClosed,
     ConnectionLost,
     LeaseExpired,
@@ -43,6 +45,8 @@ AGENT = "penstock-python"
 MAX_TRANSACTIONS = 128
 MAX_REFUSALS = 1_000  # kept for a program that never flushes
 CHUNK_BYTES = 4 << 20
+# Ends of a call after which the broker may have done what it asks, or do it yet.
+UNANSWERED = (asyncio.CancelledError, BrokerUnreachable, ConnectionLost)
 
 
 class BrokerEngine:
@@ -83,6 +87,7 @@ class BrokerEngine:
         self._deadline_s = settings.client.deadline_s
         self._signs_for_us = bool(settings.client.token)
         self._joining: set[asyncio.Task[None]] = set()
+        self._leaving: set[asyncio.Task[None]] = set()
         self._asked: set[int] = set()
         """Feeds whose Subscribe has no answer yet: the channel sends it again by itself."""
         self._renewals = 0
@@ -203,15 +208,16 @@ class BrokerEngine:
         self._feed += 1
         feed: RemoteQueue | RemoteLog
         if subscribe.spec.mode == "log":
-            feed = RemoteLog(self._feed, subscribe, self.channel)
+            feed = RemoteLog(self._feed, subscribe, self.channel, self._leave)
         else:
             feed = RemoteQueue(self._feed, subscribe, self._touched, self._leave)
         self._feeds[feed.number] = feed
         self._asked.add(feed.number)
         try:
             await self.channel.call(Kind.SUBSCRIBE, _wish(feed), again=True)
-        except BaseException:
+        except BaseException as error:
             del self._feeds[feed.number]
+            self._let_go(feed, error)
             raise
         finally:
             self._asked.discard(feed.number)
@@ -234,10 +240,30 @@ class BrokerEngine:
         if deliveries:
             self.channel.settle([delivery.settlement() for delivery in deliveries])
 
-    async def _leave(self, feed: RemoteQueue) -> None:
+    async def _leave(self, feed: RemoteQueue | RemoteLog, ended: bool) -> None:
         self._report()
         self._feeds.pop(feed.number, None)
-        await self.channel.call(Kind.UNSUBSCRIBE, say.Feed(feed.number), again=True)
+        if ended:
+            return  # there is nothing left of it at the broker
+        try:
+            await self.channel.call(Kind.UNSUBSCRIBE, say.Feed(feed.number), again=True)
+        except BaseException as error:
+            self._let_go(feed, error)
+            raise
+
+    def _let_go(self, feed: RemoteQueue | RemoteLog, error: BaseException) -> None:
+        """Nobody waits for the answer any more; left open, the feed would hold events for nobody."""
+        if isinstance(error, UNANSWERED):
+            task = asyncio.create_task(self._unsubscribe(feed))
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
+
+    async def _unsubscribe(self, feed: RemoteQueue | RemoteLog) -> None:
+        with contextlib.suppress(PenstockError):  # the channel is closed, and the session with it
+            number = say.Feed(feed.number)
+            await self.channel.call(Kind.UNSUBSCRIBE, number, again=True, deadline_s=0)
+            if feed.wanted.spec.ephemeral:
+                await self.ask(DeleteGroup(feed.wanted.group))
 
     def _pushed(self, frame: Frame) -> None:
         if frame.kind == Kind.DELIVER:
@@ -293,7 +319,7 @@ class BrokerEngine:
                 if isinstance(feed, RemoteQueue):
                     feed.resume()
                 continue
-            if isinstance(feed, RemoteQueue) and feed.stopped:
+            if feed.stopped:
                 continue  # it would take the place of who came after it under its name
             self._asked.add(feed.number)
             held = list(feed.held.values()) if isinstance(feed, RemoteQueue) else []

@@ -1,12 +1,13 @@
 """Bundle: several publishes that arrived together, stored as one, each with an answer of its own.
 
-A broker gets what a client published within one turn of its loop as one frame. All of it goes into
-the journal in one entry, together with the note that lets the broker recognise the same frame when
-it is sent again; a draft that is refused takes no other one with it.
+A broker gets what a client published within one turn of its loop as one frame. What is one tenant's
+goes into the journal in one entry, together with the note that lets the broker recognise the same
+frame when it is sent again; a draft that is refused takes no other one with it.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -51,32 +52,51 @@ class Bundle:
         self,
         drafts: Sequence[Draft],
         note: Callable[[list[int]], Entry],
-        ready: Callable[[], None] | None = None,
+        ready: Callable[[], None] = lambda: None,
     ) -> list[Answer]:
-        """Store what can be stored; `note` makes the entry that says where it went.
+        """Store what can be stored; `note` makes the entry that says where it went, for each tenant.
 
         `ready` is called when it is on its way to the journal, before whatever is stored from then on.
         """
-        answers: list[Answer | None] = [None] * len(drafts)
+        answers: dict[int, Answer] = {}
         admitted: list[tuple[Draft, int]] = []
-        pieces: list[Piece] = []
-        for number, draft in enumerate(drafts):
-            try:
-                pieces += await self._prepare(number, draft, admitted)
-            except PenstockError as error:
-                answers[number] = error
+        tenants: dict[str, list[Piece]] = {}
         try:
-            if pieces:
-                if ready is not None:
-                    ready()
-                for number, receipt in (await self._store(pieces, drafts, note)).items():
-                    answers[number] = receipt
-        except PenstockError as error:
-            answers = [error if answer is None else answer for answer in answers]
+            for number, draft in enumerate(drafts):
+                try:
+                    pieces = await self._prepare(number, draft, admitted)
+                except PenstockError as error:
+                    answers[number] = error
+                else:
+                    tenants.setdefault(draft.tenant, []).extend(pieces)
+            if tenants:
+                answers |= await self._store_each([*tenants.values()], drafts, note, ready)
         finally:
             for draft, kept in admitted:
                 self._engine.admission.ingress_done(draft.tenant, draft.count, kept)
-        return answers  # type: ignore[return-value]
+        return [answers[number] for number in range(len(drafts))]
+
+    async def _store_each(
+        self,
+        tenants: list[list[Piece]],
+        drafts: Sequence[Draft],
+        note: Callable[[list[int]], Entry],
+        ready: Callable[[], None],
+    ) -> dict[int, Answer]:
+        """Each tenant has a queue of its own: in another's its events would be overtaken."""
+
+        async def stored(pieces: list[Piece]) -> dict[int, Answer]:
+            if pieces is tenants[-1]:  # they begin one after another: all others are on their way
+                ready()
+            try:
+                return dict(await self._store(pieces, drafts, note))
+            except PenstockError as error:
+                return {piece.draft: error for piece in pieces}
+
+        if len(tenants) == 1:
+            return await stored(tenants[0])
+        answers = await asyncio.gather(*map(stored, tenants))
+        return {number: answer for each in answers for number, answer in each.items()}
 
     async def _prepare(
         self, number: int, draft: Draft, admitted: list[tuple[Draft, int]]

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from itertools import chain
 
+from penstock.core import intervention
 from penstock.core.delivery import QueueGroup
 from penstock.core.entry import Entry, GroupSpec
 from penstock.core.lease import OUT, STATES, Lane, Lease
@@ -65,9 +66,16 @@ class Dispatcher:
         return group
 
     def remove(self, name: str, error: PenstockError) -> None:
-        """A group is gone: its members hear why."""
-        self.groups.pop(name, None)
+        """A group is gone: its members hear why, and what they hold is nobody's.
+
+        Settled later, it would count for the next group of this name.
+        """
+        gone = self.groups.pop(name, None)
         self._news.pop(name, None)
+        self._soon.discard(name)
+        if gone is not None:
+            for lane in gone.lanes.values():
+                intervention.reset(gone, lane, lane.end)
         if name in self._alarms:
             self._alarms.pop(name)[1].cancel()
         for (group, member), inbox in list(self._inboxes.items()):
@@ -151,7 +159,7 @@ class Dispatcher:
     def touched(self, group: QueueGroup) -> None:
         """A member settled something, or left: dispatch once for all of this turn of the loop."""
         name = group.name
-        if name not in self._soon:
+        if name not in self._soon and self.groups.get(name) is group:
             self._soon.add(name)
             self._news[name] = group
             self._mention()

@@ -159,6 +159,18 @@ class LogReader:
             place = (entry.topic, entry.partition)
             if self._marked.get(place) == (entry.offset, entry.epoch):
                 del self._marked[place]
+            if entry.epoch == self.epoch(*place):
+                self._skip_to(place, entry.offset)
+
+    def _skip_to(self, place: Place, offset: int) -> None:
+        """Hand out nothing that is committed: a member may know more than its reader.
+
+        One that came back after a crash of this process commits what it was handed before it.
+        """
+        if place in self._next:
+            self._next[place] = max(self._next[place], offset)
+            rest = (_beyond(each, place, offset) for each in self._ready)
+            self._ready = deque(each for each in rest if each is not None)
 
     async def commit(self) -> None:
         """Make what was marked the group's place, durably."""
@@ -176,6 +188,16 @@ class LogReader:
 
 def _place(batch: EventBatch) -> Place:
     return batch.topic, batch.partition
+
+
+def _beyond(handed: Handed, place: Place, offset: int) -> Handed | None:
+    batch = handed.batch
+    skipped = offset - batch.base_offset
+    if _place(batch) != place or skipped <= 0:
+        return handed
+    return (
+        handed._replace(batch=batch.slice(skipped, batch.count)) if skipped < batch.count else None
+    )
 
 
 class LogGroup:

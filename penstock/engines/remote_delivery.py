@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 from penstock.core.lease import (
     ACKED,
@@ -164,7 +164,7 @@ class RemoteQueue:
         number: int,
         wanted: Subscribe,
         report: Callable[[RemoteDelivery], None],
-        leave: Callable[[RemoteQueue], object],
+        leave: Callable[[RemoteQueue, bool], Awaitable[None]],
     ) -> None:
         self.number = number
         self.wanted = wanted
@@ -258,8 +258,11 @@ class RemoteQueue:
         self.held.pop(delivery.number, None)
 
     def stop(self, error: PenstockError) -> None:
-        """Nothing will arrive any more."""
+        """Nothing will arrive any more, and what is here is somebody else's by now."""
         self._stopped = self._stopped or error
+        for delivery in list(self.held.values()):
+            delivery.end_all(RETURNED)
+        self._waiting.clear()
         self._ring()
 
     def _ring(self) -> None:
@@ -277,11 +280,9 @@ class RemoteQueue:
 
     async def close(self) -> None:
         """Leave the group; what is not settled returns to it."""
-        if self._stopped is None or self.held:
-            self.stop(BusClosed("the subscription is closed; subscribe again"))
-            await self._leave(self)  # type: ignore[misc]
-            for delivery in list(self.held.values()):
-                delivery.end_all(RETURNED)
+        ended = self.stopped
+        self.stop(BusClosed("the subscription is closed; subscribe again"))
+        await self._leave(self, ended)
 
 
 def settled_events(settlement: Settlement) -> Iterator[tuple[int, int]]:

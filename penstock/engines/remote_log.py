@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 from penstock.engines.channel import Channel
 from penstock.engines.engine import Handed, Subscribe
 from penstock.model.batch import EventBatch
@@ -13,10 +15,17 @@ from penstock.wire.message import Commit, Feed, Fetched, decode
 class RemoteLog:
     """A log feed of a broker: one batch is asked for at a time."""
 
-    def __init__(self, number: int, wanted: Subscribe, channel: Channel) -> None:
+    def __init__(
+        self,
+        number: int,
+        wanted: Subscribe,
+        channel: Channel,
+        leave: Callable[[RemoteLog, bool], Awaitable[None]],
+    ) -> None:
         self.number = number
         self.wanted = wanted
         self._channel = channel
+        self._leave = leave
         self._marked: dict[tuple[str, int], tuple[int, int]] = {}
         self._stopped: PenstockError | None = None
 
@@ -50,12 +59,17 @@ class RemoteLog:
             await self._channel.call(Kind.COMMIT, commit, again=True)
             self.committed(commit)
 
+    @property
+    def stopped(self) -> bool:
+        """Whether nothing will come any more."""
+        return self._stopped is not None
+
     def stop(self, error: PenstockError) -> None:
         """Nothing will come any more."""
         self._stopped = self._stopped or error
 
     async def close(self) -> None:
         """Leave the group."""
-        if self._stopped is None:
-            self.stop(BusClosed("the subscription is closed; subscribe again"))
-            await self._channel.call(Kind.UNSUBSCRIBE, Feed(self.number), again=True)
+        ended = self.stopped
+        self.stop(BusClosed("the subscription is closed; subscribe again"))
+        await self._leave(self, ended)

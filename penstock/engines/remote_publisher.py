@@ -7,14 +7,14 @@ from collections import deque
 from typing import NamedTuple
 
 from penstock.core.respite import Respite
-from penstock.engines.channel import Channel
+from penstock.engines.channel import Call, Channel
 from penstock.engines.engine import Draft
 from penstock.engines.layout import MERGE_EVENTS, draft_payload_bytes
 from penstock.model.errors import InvalidInput, PenstockError, Throttled
 from penstock.model.event import Receipt
 from penstock.wire.fault import to_error
 from penstock.wire.frame import Bytes, Kind
-from penstock.wire.message import DraftMeta, Publish, Published, decode
+from penstock.wire.message import DraftMeta, Publish, Published, decode, encode
 
 # Frames under way: below what a broker remembers of a session, so that none can be forgotten.
 MAX_UNDER_WAY = 64
@@ -138,18 +138,21 @@ class RemotePublisher:
         try:
             metas = [described(waiting.draft, parts) for waiting in drafts]
             message = Publish(self.next_sequence(), metas, self._respite.withheld())
-            left_s = drafts[0].until_s - asyncio.get_running_loop().time()
-            answer = await self._channel.call(
-                Kind.PUBLISH, message, parts, deadline_s=max(left_s, LEAST_S)
-            )
+            call = self._channel.begin(Kind.PUBLISH, message, parts)
+        except PenstockError as error:
+            _fail(drafts, error)
+        except Exception as error:
+            await self._send(_sendable(drafts, error))  # now: what comes behind stays behind
+        else:
+            await self._finish(drafts, call)
+
+    async def _finish(self, drafts: list[Waiting], call: Call) -> None:
+        left_s = drafts[0].until_s - asyncio.get_running_loop().time()
+        try:
+            answer = await self._channel.finish(call, max(left_s, LEAST_S))
             published: Published = decode(answer.meta, Published)
         except PenstockError as error:
-            for waiting in drafts:
-                if not waiting.future.done():
-                    waiting.future.set_exception(_own(error, len(drafts)))
-            return
-        except Exception as error:
-            await self._unsendable(drafts, error)
+            _fail(drafts, error)
             return
         for number, waiting in enumerate(drafts):
             if waiting.future.done():
@@ -161,16 +164,6 @@ class RemotePublisher:
                 refusal = to_error(published.faults[number])
                 self._remember(waiting.draft, refusal)
                 waiting.future.set_exception(refusal)
-
-    async def _unsendable(self, drafts: list[Waiting], error: Exception) -> None:
-        """Something in a frame cannot be put into a message: each goes alone, and that one fails."""
-        if len(drafts) > 1:
-            for waiting in drafts:
-                await self._send([waiting])
-        elif not drafts[0].future.done():
-            drafts[0].future.set_exception(
-                InvalidInput(f"this cannot be sent to a broker: {error}; nothing was stored")
-            )
 
     def _remember(self, draft: Draft, error: PenstockError) -> None:
         if isinstance(error, Throttled) and draft.deliver_at_us is None:
@@ -207,6 +200,32 @@ def _size(draft: Draft) -> int:
     if draft.batch is not None:
         return draft.batch.size_bytes
     return sum(map(len, draft.payloads))
+
+
+def _sendable(drafts: list[Waiting], error: Exception) -> list[Waiting]:
+    """Those of a frame that can be put into a message; the others fail, or all where each one can."""
+    good: list[Waiting] = []
+    for waiting in drafts if len(drafts) > 1 else ():
+        try:
+            encode(Publish(0, [described(waiting.draft, [])]))
+        except Exception as own:
+            _fail([waiting], _unsendable(own))
+        else:
+            good.append(waiting)
+    if len(good) < len(drafts) > 1:
+        return good
+    _fail(drafts, _unsendable(error))
+    return []
+
+
+def _unsendable(error: Exception) -> InvalidInput:
+    return InvalidInput(f"this cannot be sent to a broker: {error}; nothing was stored")
+
+
+def _fail(drafts: list[Waiting], error: PenstockError) -> None:
+    for waiting in drafts:
+        if not waiting.future.done():
+            waiting.future.set_exception(_own(error, len(drafts)))
 
 
 def _own(error: PenstockError, count: int) -> PenstockError:

@@ -1,7 +1,7 @@
 """Line: what one client publishes to one topic is stored in the order it came.
 
-Some publishes take long to prepare: large ones go to a thread, long ones make pauses, those of a
-tenant ahead of its rate let others go first. Whatever the same client sent behind one of them to the
+Some publishes take long to prepare: large ones go to a thread, long ones make pauses, new topics are
+made first, those of a tenant ahead of its rate let others go first. Whatever the same client sent behind one of them to the
 same topic waits until it is on its way to the journal.
 """
 
@@ -17,10 +17,6 @@ class Line:
 
     def __init__(self) -> None:
         self.last: dict[str, asyncio.Future[None]] = {}
-
-    def before(self, topics: Collection[str]) -> bool:
-        """Whether somebody stands in line for one of these topics."""
-        return bool(self.last) and not self.last.keys().isdisjoint(topics)
 
     def join(self, topics: Collection[str]) -> Place:
         """Stand behind everybody who is there; leave it by `with`."""

@@ -208,18 +208,6 @@ class QueueOutlet:
         self._session.send(Frame(Kind.REFUSED, 0, encode(Refused(number, index, to_fault(error)))))
         return False
 
-    def refuse(self, settlement: Settlement) -> None:
-        """A settlement of a delivery that is not held any more."""
-        late = LeaseExpired("the lease ended before the call; the event is or will come again")
-        indices = [nack[0] for nack in settlement.nacks[:MOST_REFUSALS]]
-        indices += [reject[0] for reject in settlement.rejects[:MOST_REFUSALS]]
-        for run in _runs(settlement.acks[:MOST_REFUSALS], MAX_LEASE_EVENTS):
-            indices += run
-        self._session.count_settled("late", len(indices))
-        for index in indices[:MOST_REFUSALS]:
-            meta = Refused(settlement.delivery, index, to_fault(late))
-            self._session.send(Frame(Kind.REFUSED, 0, encode(meta)))
-
     async def leave(self) -> None:
         """Leave the group, in this turn of the loop; what is not settled returns to it."""
         self._task.cancel()
@@ -334,6 +322,19 @@ def _nack(leased: LeasedBatch, index: int, delay_s: float | None, reason: str) -
 def _extend(leased: LeasedBatch, index: int, seconds: float | None) -> None:
     check_span(seconds)
     leased.extend(index, seconds)
+
+
+def refuse(session: Session, settlement: Settlement) -> None:
+    """A settlement of a delivery that is not held any more, in whichever feed it was."""
+    late = LeaseExpired("the lease ended before the call; the event is or will come again")
+    indices = [nack[0] for nack in settlement.nacks[:MOST_REFUSALS]]
+    indices += [reject[0] for reject in settlement.rejects[:MOST_REFUSALS]]
+    for run in _runs(settlement.acks[:MOST_REFUSALS], MAX_LEASE_EVENTS):
+        indices += run
+    session.count_settled("late", len(indices))
+    for index in indices[:MOST_REFUSALS]:
+        meta = Refused(settlement.delivery, index, to_fault(late))
+        session.send(Frame(Kind.REFUSED, 0, encode(meta)))
 
 
 def stopped_frame(feed: int, error: PenstockError) -> Frame:

@@ -20,7 +20,7 @@ from penstock.model.event import Identity
 from penstock.server.asking import Asking
 from penstock.server.direct import direct_wish
 from penstock.server.inbound import check_read, check_subscribe
-from penstock.server.outlet import LogOutlet, QueueOutlet, stopped_frame
+from penstock.server.outlet import LogOutlet, QueueOutlet, refuse, stopped_frame
 from penstock.server.replies import Replies
 from penstock.server.storing import Storing
 from penstock.wire import message as say
@@ -237,8 +237,7 @@ class Session:
                     outlet.settle(settlement)
                     break
             else:
-                for outlet in self.queues()[:1]:
-                    outlet.refuse(settlement)
+                refuse(self, settlement)
         if not self.settled % CONFIRM_EVERY:
             self._confirm()
 
@@ -293,14 +292,27 @@ class Session:
         try:
             feed = await self._broker.join(wanted)
             if isinstance(feed, Inbox):
-                outlet = self.feeds[wish.feed] = QueueOutlet(self, wish.feed, wanted, feed)
-                adopted = await outlet.adopt(wish.held)
+                outlet = QueueOutlet(self, wish.feed, wanted, feed)
+                adopted = await self._taken_up(outlet, wish.feed, wish.held)
             else:
                 self.feeds[wish.feed] = LogOutlet(wanted, feed)  # type: ignore[arg-type]
         finally:
             del self._opening[wish.feed]
             opening.set_result(None)
         return Frame(Kind.RESULT, frame.request, encode(say.Joined(adopted)))
+
+    async def _taken_up(
+        self, outlet: QueueOutlet, feed: int, held: list[say.Held], *, alone: bool = False
+    ) -> dict[int, list[int]]:
+        """Open a feed with what its client held; a client that hears of an error has none."""
+        self.feeds[feed] = outlet
+        try:
+            return await outlet.adopt(held, alone=alone)
+        except BaseException:
+            if self.feeds.get(feed) is outlet:
+                del self.feeds[feed]
+            await outlet.leave()
+            raise
 
     def may_read(self, patterns: Sequence[str]) -> None:
         """Raise AccessDenied when the client may not read all that these patterns select."""
@@ -317,12 +329,13 @@ class Session:
         wanted = direct_wish(self.hello, self.identity, self._broker.engine.settings.delivery)
         inbox = await self._broker.join(wanted)
         assert isinstance(inbox, Inbox)
-        outlet = self.feeds[DIRECT_FEED] = QueueOutlet(self, DIRECT_FEED, wanted, inbox)
-        return await outlet.adopt(self.hello.held, alone=True)
+        outlet = QueueOutlet(self, DIRECT_FEED, wanted, inbox)
+        return await self._taken_up(outlet, DIRECT_FEED, self.hello.held, alone=True)
 
     async def _unsubscribe(self, frame: Frame) -> Frame:
-        outlet = self.feeds.pop(decode(frame.meta, say.Feed).feed, None)
-        if outlet is not None:
+        feed = decode(frame.meta, say.Feed).feed
+        await self.opened(feed)  # its client may have given up meanwhile
+        if (outlet := self.feeds.pop(feed, None)) is not None:
             await outlet.close()
         return Frame(Kind.RESULT, frame.request, b"")
 
@@ -334,10 +347,11 @@ class Session:
             del self._ended[next(iter(self._ended))]
         self.send(self._ended[feed])
 
-    async def opened(self, feed: int) -> None:
-        """Wait for a subscribe that came just before."""
-        if feed in self._opening:
-            await asyncio.shield(self._opening[feed])
+    async def opened(self, *feeds: int) -> None:
+        """Wait for a subscribe that came just before; without a feed for all of them."""
+        for feed in feeds or tuple(self._opening):
+            if feed in self._opening:
+                await asyncio.shield(self._opening[feed])
 
     def log_outlet(self, feed: int) -> LogOutlet:
         """A log feed that is open."""

@@ -93,28 +93,19 @@ class Storing:
         return self._engine.state.sessions.get(self._session.id)
 
     async def _publish_in_order(self, frame: Frame, wish: say.Publish) -> Frame:
-        topics = {draft.topic for draft in wish.drafts}
-        ahead, large = self._ahead(wish), self._fastpath.wants(frame.size_bytes)
-        if not (ahead or large or len(wish.drafts) >= TURN_BATCHES or self._line.before(topics)):
-            return await self._publish_soon(frame, wish)
-        with self._line.join(topics) as place:
-            if ahead:
+        """Everything stands in line: new topics, files and threads make some wait, nobody knows which."""
+        with self._line.join({draft.topic for draft in wish.drafts}) as place:
+            if self._ahead(wish):
                 await self._courtesy.turn()
                 return await self._publish(frame, wish, place, self._courtesy)
-            if large:  # nobody waits for something large to end
+            if self._fastpath.wants(frame.size_bytes):  # nobody waits for something large to end
                 return await self._publish(frame, wish, place)
             await place.turn()
-            return await self._publish_soon(frame, wish, place)
-
-    async def _publish_soon(
-        self, frame: Frame, wish: say.Publish, place: Place | None = None
-    ) -> Frame:
-        """Publish what those wait for who can wait."""
-        self._courtesy.begin()
-        try:
-            return await self._publish(frame, wish, place)
-        finally:
-            self._courtesy.end()
+            self._courtesy.begin()
+            try:
+                return await self._publish(frame, wish, place)
+            finally:
+                self._courtesy.end()
 
     def _ahead(self, wish: say.Publish) -> bool:
         """Whether a frame is of a tenant ahead of its rate: as a rule all of it is of one tenant."""
@@ -127,7 +118,7 @@ class Storing:
         self,
         frame: Frame,
         wish: say.Publish,
-        place: Place | None = None,
+        place: Place,
         courtesy: Courtesy | None = None,
     ) -> Frame:
         stored = self._before(wish.sequence)
@@ -155,8 +146,7 @@ class Storing:
         if drafts:
             if courtesy is not None:
                 await courtesy.turn()
-            if place is not None:
-                await place.turn()
+            await place.turn()
             numbers = list(drafts)
 
             def note(places: list[int]) -> Entry:
@@ -166,9 +156,7 @@ class Storing:
 
             started = time.perf_counter()
             with tracing.receiving(list(drafts.values())):
-                answers = await self._bundle.publish(
-                    list(drafts.values()), note, place.leave if place is not None else None
-                )
+                answers = await self._bundle.publish(list(drafts.values()), note, place.leave)
             seconds = time.perf_counter() - started
             if courtesy is not None:
                 await courtesy.turn()
@@ -302,12 +290,13 @@ class Storing:
                 return self._repeated(frame, drafts)  # whatever became of its leases
         transaction = Transaction(
             drafts=drafts,
-            acks=[self._leased(delivery, index) for delivery, index in wish.acks],
+            acks=[await self._leased(delivery, index) for delivery, index in wish.acks],
             cursors=[],
             key=wish.key,
             tenant=identity.tenant,
         )
         for cursor in wish.cursors:
+            await self._session.opened(cursor.feed)
             outlet = self._session.log_outlet(cursor.feed)
             outlet.mark(cursor)
             transaction.cursors.append(outlet.reader)
@@ -334,8 +323,11 @@ class Storing:
             self._tally.duplicates(draft.tenant, draft.topic, draft.count)
         return Frame(Kind.RESULT, frame.request, encode(say.Published([], key_known=True)))
 
-    def _leased(self, delivery: int, index: int) -> Settle:
+    async def _leased(self, delivery: int, index: int) -> Settle:
         leased = self._session.leased(delivery)
+        if leased is None:  # a client that is back may be about to take it up
+            await self._session.opened()
+            leased = self._session.leased(delivery)
         if leased is None or not 0 <= index < leased.batch.count:
             raise LeaseExpired("an event of the transaction is leased no more; nothing happened")
         return Settle(leased, index)

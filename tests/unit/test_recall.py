@@ -58,3 +58,11 @@ def test_who_cannot_come_back_may_have_as_many_as_it_likes() -> None:
     recall = Recall()
     for sequence in range(4 * MOST):
         recall.begin(sequence, None)
+
+
+def test_what_is_stored_later_of_a_publish_does_not_hide_what_was_before() -> None:
+    """A frame that comes again may store what was refused at first; all of it is known then."""
+    known = session(0)
+    known.remember(1, [0, 0, 7, 1])
+    known.remember(1, [1, 0, 9, 1])
+    assert known.produced == {1: [0, 0, 7, 1, 1, 0, 9, 1]}
