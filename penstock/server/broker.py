@@ -33,7 +33,7 @@ from penstock.server.connection import Connection
 from penstock.server.courtesy import Courtesy
 from penstock.server.ending import finished
 from penstock.server.fastpath import FastPath
-from penstock.server.inbound import check_hello, check_request
+from penstock.server.inbound import check_hello, check_join, check_request
 from penstock.server.log_quota import LogQuota
 from penstock.server.metrics_counters import Counters
 from penstock.server.outlet import QueueOutlet
@@ -238,6 +238,7 @@ class Broker:
         """
         lock = self._doors.setdefault(wanted.group, asyncio.Lock())
         async with lock:  # two under one name must not come in at once
+            check_join(self.engine, wanted.identity, wanted.group)
             await self.engine.groups.ensure(wanted.group, wanted.spec)
             queue = self.engine.dispatcher.groups.get(wanted.group)
             log_group = self.engine.groups.logs.get(wanted.group)

@@ -179,6 +179,24 @@ def check_read(engine: EmbeddedEngine, identity: Identity, patterns: Sequence[st
             )
 
 
+def check_join(engine: EmbeddedEngine, identity: Identity, group: str) -> None:
+    """A tenant joins groups that read what it may read: a member is given what the group has to do.
+
+    What a route leads to the group is not looked at: whoever made the route has decided that.
+    """
+    known = engine.state.groups.get(group)
+    if known is None:
+        return
+    try:
+        check_read(engine, identity, [*known.spec.patterns, *engine.groups.topics_of(group)])
+    except AccessDenied:
+        raise AccessDenied(
+            f"group {group!r} is there already, and reads what is not {identity.tenant!r}'s; you were "
+            "not let in. Take another name: one that begins with your tenant's meets nobody's",
+            group=group,
+        ) from None
+
+
 def _from_lists(meta: DraftMeta, tenant: str, limits: Limits) -> Draft:
     draft = Draft(meta.topic, meta.payloads, tenant=tenant, codec=meta.codec)
     if not 0 < draft.count <= limits.max_batch_events:
