@@ -12,6 +12,7 @@ import pytest
 
 import penstock
 from penstock.engines.dial import broker_engine
+from penstock.engines.link_tcp import TcpLink
 from penstock.model.batch import EventBatch
 from penstock.model.event import Identity
 from penstock.model.loader import load
@@ -81,6 +82,32 @@ class Till:
         settlement = say.Settlement(deliver.delivery, count, [0, count])
         self.channel.settle([settlement])
         await self.channel.flush()
+
+
+class Visit:
+    """One connection, and the frames that came over it."""
+
+    def __init__(self, broker: BrokerProcess) -> None:
+        self._link = TcpLink("127.0.0.1", broker.ports["tcp"])
+        self._frames: asyncio.Queue[Frame] = asyncio.Queue()
+
+    async def greet(self, hello: say.Hello) -> say.Welcome:
+        await self._link.open(self._frames.put_nowait, lambda _: None)
+        self.send(Kind.HELLO, hello)
+        welcome: say.Welcome = decode((await self.frame(Kind.WELCOME)).meta, say.Welcome)
+        return welcome
+
+    def send(self, kind: Kind, message: say.Message, request: int = 0) -> None:
+        self._link.send(Frame(kind, request, say.encode(message)))
+
+    async def frame(self, kind: Kind) -> Frame:
+        async with asyncio.timeout(DEADLINE_S):
+            frame = await self._frames.get()
+        assert frame.kind == kind, frame
+        return frame
+
+    def close(self) -> None:
+        self._link.close()
 
 
 @pytest.fixture
@@ -158,6 +185,38 @@ async def test_it_keeps_what_it_holds_when_the_broker_was_killed(broker: BrokerP
         await till.ack(again, 1)
         assert await lag(bus) == 0
         assert till.refused == []
+
+
+async def test_a_welcome_that_did_not_arrive_is_said_again(broker: BrokerProcess) -> None:
+    """T4: a client that does not know of the restart would wait for feeds that are gone."""
+    hello = say.Hello("till", subscriptions=["orders.*"])
+    first = Visit(broker)
+    session = (await first.greet(hello)).session
+    async with penstock.connect(broker.url()) as bus:
+        await bus.publish(TOPIC, b"one")
+    deliver = decode((await first.frame(Kind.DELIVER)).meta, say.Deliver)
+    broker.kill()
+    broker.start(**FLAGS)
+    number = deliver.delivery
+    held = [say.Held(number, TOPIC, 0, 0, 1, deliver.attempt, 1)]
+    hello = msgspec.structs.replace(hello, session=session, deliveries=[number], held=held)
+    for _ in range(3):  # the client hears the last of these only
+        visit = Visit(broker)
+        welcome = await visit.greet(hello)
+        assert (welcome.session, welcome.resumed) == (session, False)
+        assert welcome.adopted == {number: [0]}
+        visit.close()
+    visit = Visit(broker)
+    await visit.greet(hello)
+    visit.send(Kind.SETTLE, say.Settle(1, [say.Settlement(number, 1, [0, 1])]))
+    visit.send(Kind.FLUSH, say.Beat(), 1)
+    await visit.frame(Kind.RESULT)
+    visit.close()
+    visit = Visit(broker)
+    assert (await visit.greet(msgspec.structs.replace(hello, held=[]))).resumed
+    visit.close()
+    async with penstock.connect(broker.url()) as bus:
+        assert await lag(bus) == 0
 
 
 async def test_a_delivery_that_was_settled_is_not_adopted(broker: BrokerProcess) -> None:
