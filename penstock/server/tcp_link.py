@@ -20,7 +20,7 @@ from penstock.server.courtesy import Courtesy
 from penstock.server.detour import Detour
 from penstock.server.expanding import Expansion, Read, expands, translated
 from penstock.server.fastpath import FastPath
-from penstock.server.link import Connection, Connections, peer_of
+from penstock.server.link import UNANSWERED_BYTES, Connection, Connections, peer_of
 from penstock.server.log_quota import LogQuota
 from penstock.server.oldclient import OldClient
 from penstock.server.outgoing import Outgoing
@@ -48,7 +48,6 @@ ABORT_FACTOR = 4
 # has more than UNANSWERED_BYTES of them, no more is read from it: memory stays bounded, TCP slows
 # it down.
 COUNTED_BYTES = 4 << 10
-UNANSWERED_BYTES = 64 << 20
 # A large frame comes in piece by piece, with a pause after each that read this much: other clients
 # wait for a piece, not for the frame, and one connection still carries 100 MB/s and more.
 YIELD_BYTES = 128 << 10
@@ -200,10 +199,10 @@ class TcpLink(asyncio.BufferedProtocol):
 
     # -- what an old client calls --------------------------------------------------------------
 
-    def write(self, data: bytes) -> None:
-        """Queue bytes that are no frame."""
+    def write(self, *data: bytes) -> None:
+        """Queue bytes that are no frame; those of one call count as one."""
         if not self._ending:
-            self._outgoing.put([data])
+            self._outgoing.put(data)
             self._bound()
 
     def welcomed(self) -> None:
