@@ -51,6 +51,8 @@ def check_hello(hello: Hello) -> None:
             f"a client has at most {MAX_PATTERNS} subscriptions and a heartbeat within "
             f"{MAX_HEARTBEAT_S:g} s, not {len(hello.subscriptions)} and {hello.heartbeat_s} s"
         )
+    if hello.max_inflight < 0:  # it would be welcome, and get nothing
+        raise InvalidInput(f"max_inflight is 0 or more, not {hello.max_inflight}")
 
 
 def check_subscribe(wish: Subscribe) -> None:

@@ -317,7 +317,8 @@ class Session:
         outlet = self.feeds.get(DIRECT_FEED)
         if isinstance(outlet, QueueOutlet) and self.restored:  # that Welcome did not arrive
             return outlet.in_hand(self.hello.held)
-        if not self.hello.subscriptions or outlet is not None:
+        # One that has ended stays so: its client was told, and another may have its name by now.
+        if not self.hello.subscriptions or outlet is not None or DIRECT_FEED in self._ended:
             return {}
         self.may_read(self.hello.subscriptions)
         wanted = direct_wish(self.hello, self.identity, self._broker.engine.settings.delivery)

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 # Unread bytes of a client, as a multiple of server.send_buffer_bytes, at which it is cut off.
 ABORT_FACTOR = 4
-# Requests of this size are counted until they are answered. Nobody can stop reading from one client
-# of a ROUTER, so one that has more than UNANSWERED_BYTES of them is told to come again.
+# Requests of this size are counted until they are answered.
 COUNTED_BYTES = 4 << 10
 UNANSWERED_LIMIT = "unanswered_bytes"  # its name in errors and counters
 RETRY_AFTER_S = 0.1
