@@ -149,6 +149,16 @@ class Groups:
             raise UnknownGroup(f"no group {name!r}; `penstock group list` shows them", group=name)
         return group
 
+    def topics_of(self, name: str) -> set[str]:
+        """Topics that a group has a place in, but for those that a route leads to it."""
+        log, machine = self.logs.get(name), self._engine.dispatcher.groups.get(name)
+        places = log.state.cursors if log is not None else machine.lanes if machine else ()
+        return {topic for topic in {place[0] for place in places} if not self._routed(name, topic)}
+
+    def _routed(self, name: str, topic: str) -> bool:
+        routes = self._engine.routes.resolve(topic, tenant_of(topic))
+        return any(route.destination == name for route in routes)
+
     def waiting_directly(self, topic: str, tenant: str) -> Waiting | None:
         """How much waits for direct consumers when a tenant publishes to a topic (row T11)."""
         found: Waiting | None = None

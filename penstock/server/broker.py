@@ -22,6 +22,7 @@ from penstock.engines.views import SessionInfo
 from penstock.model.batch import EventBatch
 from penstock.model.errors import (
     BusClosed,
+    ConnectionLost,
     Deferred,
     Fenced,
     Rejected,
@@ -33,7 +34,7 @@ from penstock.server.connection import Connection
 from penstock.server.courtesy import Courtesy
 from penstock.server.ending import finished
 from penstock.server.fastpath import FastPath
-from penstock.server.inbound import check_hello, check_request
+from penstock.server.inbound import check_hello, check_join, check_request
 from penstock.server.log_quota import LogQuota
 from penstock.server.metrics_counters import Counters
 from penstock.server.outlet import QueueOutlet
@@ -172,13 +173,28 @@ class Broker:
         session = self.sessions.get(hello.session) if hello.session else None
         if session is not None and session.identity.tenant != identity.tenant:
             raise Fenced(f"session {hello.session!r} belongs to another tenant")
-        resumed = session is not None and not session.restored
+        begins = session is None
         if session is None:
             session = Session(self, uuid.uuid4().hex, hello, identity)
             if hello.resumable:
                 await self.engine.intake.write_entries([session.entry()])
             self.sessions[session.id] = session
-        session.hello, session.identity, session.restored = hello, identity, False
+        async with session.door:  # its last connection may have broken in the middle of this
+            if self.sessions.get(session.id) is not session:
+                raise ConnectionLost("the session ended meanwhile; connect again")
+            await self._welcome(connection, session, hello, identity, begins)
+        return session
+
+    async def _welcome(
+        self,
+        connection: Connection,
+        session: Session,
+        hello: Hello,
+        identity: Identity,
+        begins: bool,
+    ) -> None:
+        resumed = not begins and not session.restored
+        session.hello, session.identity = hello, identity
         try:
             adopted = await session.open_direct()
         except BaseException:
@@ -197,7 +213,6 @@ class Broker:
             "client resumed" if resumed else "client connected",
             extra={"session": session.id, "client": hello.client, "peer": connection.link.peer},
         )
-        return session
 
     async def _mind(self) -> None:
         """Drop connections that are silent, and sessions that nobody came back to."""
@@ -238,6 +253,7 @@ class Broker:
         """
         lock = self._doors.setdefault(wanted.group, asyncio.Lock())
         async with lock:  # two under one name must not come in at once
+            check_join(self.engine, wanted.identity, wanted.group)
             await self.engine.groups.ensure(wanted.group, wanted.spec)
             queue = self.engine.dispatcher.groups.get(wanted.group)
             log_group = self.engine.groups.logs.get(wanted.group)

@@ -11,6 +11,7 @@ import logging
 from penstock.engines.zmq_library import Context, Socket, curve_key, zmq
 from penstock.engines.zmq_pump import NOBLOCK, Pump
 from penstock.model.server_settings import Server
+from penstock.server.log_quota import LogQuota
 
 log = logging.getLogger("penstock.server.curve")
 
@@ -49,6 +50,7 @@ class Gate:
         self._listed = frozenset(
             curve_key(key, "server.curve_clients") for key in server.curve_clients
         )
+        self._refusals = LogQuota(log)
         self._socket: Socket | None = None
         if self._secret and self._listed:
             self._socket = context.socket(zmq.REP)
@@ -90,8 +92,9 @@ class Gate:
         key = zmq.utils.z85.encode(question[6])
         if key in self._listed:
             return b"200", b"welcome"
-        log.warning(
+        self._refusals.warning(
             "a client with a key that is not in server.curve_clients was turned away",
-            extra={"peer": question[3].decode(errors="replace"), "key": key.decode()},
+            peer=question[3].decode(errors="replace"),
+            key=key.decode(),
         )
         return b"400", b"this key is not listed"

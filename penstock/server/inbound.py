@@ -51,6 +51,8 @@ def check_hello(hello: Hello) -> None:
             f"a client has at most {MAX_PATTERNS} subscriptions and a heartbeat within "
             f"{MAX_HEARTBEAT_S:g} s, not {len(hello.subscriptions)} and {hello.heartbeat_s} s"
         )
+    if hello.max_inflight < 0:  # it would be welcome, and get nothing
+        raise InvalidInput(f"max_inflight is 0 or more, not {hello.max_inflight}")
 
 
 def check_subscribe(wish: Subscribe) -> None:
@@ -177,6 +179,24 @@ def check_read(engine: EmbeddedEngine, identity: Identity, patterns: Sequence[st
                 f"as in orders.created.v1.{own.tenant}, or ask for a token with role admin",
                 pattern=pattern,
             )
+
+
+def check_join(engine: EmbeddedEngine, identity: Identity, group: str) -> None:
+    """A tenant joins groups that read what it may read: a member is given what the group has to do.
+
+    What a route leads to the group is not looked at: whoever made the route has decided that.
+    """
+    known = engine.state.groups.get(group)
+    if known is None:
+        return
+    try:
+        check_read(engine, identity, [*known.spec.patterns, *engine.groups.topics_of(group)])
+    except AccessDenied:
+        raise AccessDenied(
+            f"group {group!r} is there already, and reads what is not {identity.tenant!r}'s; you were "
+            "not let in. Take another name: one that begins with your tenant's meets nobody's",
+            group=group,
+        ) from None
 
 
 def _from_lists(meta: DraftMeta, tenant: str, limits: Limits) -> Draft:

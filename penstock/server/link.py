@@ -9,6 +9,10 @@ from typing import Protocol
 from penstock.model.errors import Rejected
 from penstock.wire.frame import Frame
 
+# Of one client's requests that wait for answers: beyond, no more is read from it over TCP, and over
+# ZeroMQ, where nobody can stop reading from one client, it is told to come again.
+UNANSWERED_BYTES = 64 << 20
+
 
 class Link(Protocol):
     """What the broker asks of a transport."""

@@ -17,7 +17,7 @@ from penstock.core.retry import Retry
 from penstock.model.batch import EventBatch
 from penstock.model.errors import NotLeased, PenstockError, ProtocolViolation
 from penstock.model.settings import Settings
-from penstock.server.link import Connection, Link
+from penstock.server.link import UNANSWERED_BYTES, Connection, Link
 from penstock.wire import message as say
 from penstock.wire import oldcommand as old
 from penstock.wire.fault import to_fault
@@ -41,8 +41,8 @@ class Wire(Protocol):
     peer: str
     loopback: bool
 
-    def write(self, data: bytes) -> None:
-        """Queue bytes."""
+    def write(self, *data: bytes) -> None:
+        """Queue bytes; those of one call count as one frame."""
         ...
 
     def pending_bytes(self) -> int:
@@ -83,6 +83,7 @@ class OldClient:
         self._settle_sequence = 0
         self._answers: dict[int, tuple[_Slot, Answer]] = {}
         self._slots: deque[_Slot] = deque()
+        self._waiting_bytes = 0
         self._behind: deque[old.AnyCommand] = deque()
         self._catching_up = False
         self._leased: dict[int, set[int]] = {}
@@ -118,12 +119,16 @@ class OldClient:
     @property
     def full(self) -> bool:
         """Whether no more should be read until some of its commands are answered."""
-        return len(self._slots) >= MAX_WAITING or bool(self._behind)
+        return self._busy or bool(self._behind)
+
+    @property
+    def _busy(self) -> bool:
+        return len(self._slots) >= MAX_WAITING or self._waiting_bytes > UNANSWERED_BYTES
 
     def _catch_up(self) -> None:
         self._catching_up = False
         try:
-            while self._behind and len(self._slots) < MAX_WAITING:
+            while self._behind and not self._busy:
                 self._take(self._behind.popleft())
         except PenstockError as error:
             self._wire.write(_error(to_fault(error)).message())
@@ -175,7 +180,8 @@ class OldClient:
     def _publish(self, command: old.Publish) -> None:
         self._sequence += 1
         draft = say.DraftMeta(command.topic, payloads=[command.payload])
-        self._ask(Kind.PUBLISH, say.Publish(self._sequence, [draft]), _stored)
+        size_bytes = len(command.payload)
+        self._ask(Kind.PUBLISH, say.Publish(self._sequence, [draft]), _stored, size_bytes)
 
     def _subscribe(self, command: old.Subscribe) -> None:
         if self._feeds >= MAX_SUBSCRIPTIONS:
@@ -257,6 +263,7 @@ class OldClient:
         batch = EventBatch.decode(frame.parts[0])
         skip = set(meta.skip)
         held = set()
+        messages = []
         for event in batch:
             if event.index not in skip:
                 held.add(event.index)
@@ -265,7 +272,9 @@ class OldClient:
                     meta.feed, tag, meta.attempt, event.partition, event.offset, event.time_us,
                     event.topic, event.key, event.payload,
                 )  # fmt: skip
-                self._wire.write(leased.message())
+                messages.append(leased.message())
+        # In one call: a client is not cut off because of a single delivery, however large it is.
+        self._wire.write(*messages)
         self._leased[meta.delivery] = held
         if len(self._leased) > MAX_DELIVERIES:
             del self._leased[next(iter(self._leased))]
@@ -273,9 +282,9 @@ class OldClient:
 
     # -- the rest ------------------------------------------------------------------------------
 
-    def _ask(self, kind: Kind, message: say.Message, answer: Answer) -> None:
+    def _ask(self, kind: Kind, message: say.Message, answer: Answer, size_bytes: int = 0) -> None:
         self._request += 1
-        self._answers[self._request] = (self._slot(), answer)
+        self._answers[self._request] = (self._slot(size_bytes), answer)
         self._send(Frame(kind, self._request, say.encode(message)))
 
     def _send(self, frame: Frame) -> None:
@@ -284,16 +293,19 @@ class OldClient:
         elif self._connection is not None:
             self._connection.received(frame)
 
-    def _slot(self) -> _Slot:
-        slot = _Slot()
+    def _slot(self, size_bytes: int = 0) -> _Slot:
+        slot = _Slot(size_bytes)
         self._slots.append(slot)
+        self._waiting_bytes += size_bytes
         return slot
 
     def _reply(self, slot: _Slot, reply: old.AnyReply) -> None:
         """Replies go out in the order of their commands, whichever was ready first."""
         slot.reply = reply.message()
         while self._slots and self._slots[0].reply is not None:
-            self._wire.write(self._slots.popleft().reply or b"")
+            first = self._slots.popleft()
+            self._waiting_bytes -= first.size_bytes
+            self._wire.write(first.reply or b"")
         if self._behind and not self._catching_up:
             self._catching_up = True
             self._loop.call_soon(self._catch_up)
@@ -334,9 +346,11 @@ class OldClient:
 class _Slot:
     """The place of a reply in the order of replies."""
 
-    __slots__ = ("reply",)
+    __slots__ = ("reply", "size_bytes")
 
-    def __init__(self) -> None:
+    def __init__(self, size_bytes: int = 0) -> None:
+        self.size_bytes = size_bytes
+        """What the command holds of the memory until then."""
         self.reply: bytes | None = None
 
 

@@ -104,17 +104,25 @@ class QueueOutlet:
 
         `alone`: nobody else consumes for the group, so nothing is in other hands.
         """
-        adopted: dict[int, list[int]] = {}
         for each in held:
             leased = await self._session.dispatcher().adopt(
                 self._inbox, (each.topic, each.partition), each.start, each.count, each.attempt
             )
             if leased is not None:
                 self.held[each.delivery] = leased
-                states = leased.lease.states
-                adopted[each.delivery] = [at for at in range(each.count) if states[at] == OUT]
                 self._hand(leased, min(each.handed, each.count))
         self._session.dispatcher().release(self._inbox, alone=alone)
+        return self.in_hand(held)
+
+    def in_hand(self, held: list[Held]) -> dict[int, list[int]]:
+        """Of each of these deliveries that is leased to the client, the indices that are."""
+        adopted: dict[int, list[int]] = {}
+        for each in held:
+            leased = self.held.get(each.delivery)
+            if leased is not None:
+                states, shift = leased.lease.states, leased.shift
+                count = leased.batch.count
+                adopted[each.delivery] = [at for at in range(count) if states[at + shift] == OUT]
         return adopted
 
     def send(self, number: int, *, again: bool = False) -> None:

@@ -58,7 +58,9 @@ class Session:
         self.link: Link | None = None
         self.heard_at = broker.now()
         self.restored = False
-        """Known from the journal only: the broker was restarted."""
+        """Known from the journal only: the broker was restarted, and its client may not know yet."""
+        self.door = asyncio.Lock()
+        """One greeting at a time."""
         self.settled = self._durable = 0
         """The last Settle that arrived, and the last that is durable."""
         self._hardening: asyncio.Task[None] | None = None
@@ -162,6 +164,7 @@ class Session:
     def received(self, frame: Frame) -> None:
         """Take a frame from the client."""
         self.heard_at = self._broker.now()
+        self.restored = False  # it has heard the Welcome
         if frame.kind == Kind.SETTLE:
             self._settle(decode(frame.meta, say.Settle))
         elif frame.kind == Kind.HEARTBEAT:
@@ -323,7 +326,11 @@ class Session:
 
         Returns what it holds from before a restart of the broker, as Joined does.
         """
-        if not self.hello.subscriptions or DIRECT_FEED in self.feeds:
+        outlet = self.feeds.get(DIRECT_FEED)
+        if isinstance(outlet, QueueOutlet) and self.restored:  # that Welcome did not arrive
+            return outlet.in_hand(self.hello.held)
+        # One that has ended stays so: its client was told, and another may have its name by now.
+        if not self.hello.subscriptions or outlet is not None or DIRECT_FEED in self._ended:
             return {}
         self.may_read(self.hello.subscriptions)
         wanted = direct_wish(self.hello, self.identity, self._broker.engine.settings.delivery)

@@ -13,6 +13,7 @@ from penstock.server.link import Connections
 from penstock.server.log_quota import LogQuota
 from penstock.server.tcp_link import HANDSHAKE_S, LINGER_S, TcpLink
 from penstock.server.tls import server_tls
+from penstock.server.tls_listener import TlsListener
 from penstock.wire.stream import SCRATCH_BYTES
 
 log = logging.getLogger("penstock.server.tcp")
@@ -40,19 +41,19 @@ class TcpServer:
         self.links: set[TcpLink] = set()
         self.scratch = bytearray(SCRATCH_BYTES)
         self.refusals = LogQuota(log)
-        self._server: asyncio.Server | None = None
+        self._server: asyncio.Server | TlsListener | None = None
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port, which port 0 leaves to the operating system."""
         context = server_tls(self.settings.server)
         try:
+            if context is not None:
+                secure = TlsListener(context, lambda: TcpLink(self), self._crowded, self.refusals)
+                await secure.start(host, port, BACKLOG, HANDSHAKE_S)
+                self._server = secure
+                return secure.port
             self._server = await asyncio.get_running_loop().create_server(
-                lambda: TcpLink(self),
-                host,
-                port,
-                backlog=BACKLOG,
-                ssl=context,
-                ssl_handshake_timeout=None if context is None else HANDSHAKE_S,
+                lambda: TcpLink(self), host, port, backlog=BACKLOG
             )
         except OSError as error:
             raise InvalidSettings(
@@ -81,4 +82,9 @@ class TcpServer:
     @property
     def full(self) -> bool:
         """Whether so many sockets are open that no stranger is let in."""
-        return len(self.links) >= self.settings.server.max_connections + MAX_STRANGERS
+        return self._crowded(0)
+
+    def _crowded(self, shaking: int) -> bool:
+        """The same, beside those who are still shaking hands for TLS."""
+        most = self.settings.server.max_connections + MAX_STRANGERS
+        return len(self.links) + shaking >= most

@@ -20,7 +20,7 @@ from penstock.server.courtesy import Courtesy
 from penstock.server.detour import Detour
 from penstock.server.expanding import Expansion, Read, expands, translated
 from penstock.server.fastpath import FastPath
-from penstock.server.link import Connection, Connections, peer_of
+from penstock.server.link import UNANSWERED_BYTES, Connection, Connections, peer_of
 from penstock.server.log_quota import LogQuota
 from penstock.server.oldclient import OldClient
 from penstock.server.outgoing import Outgoing
@@ -44,11 +44,8 @@ HANDSHAKE_S = 10.0
 STRANGER_FRAME_BYTES = 1 << 20
 # Unread bytes of a client, as a multiple of server.send_buffer_bytes, at which it is cut off.
 ABORT_FACTOR = 4
-# Requests of this size, and compressed ones, are counted until they are answered; while one client
-# has more than UNANSWERED_BYTES of them, no more is read from it: memory stays bounded, TCP slows
-# it down.
+# Requests of this size, and compressed ones, are counted until they are answered.
 COUNTED_BYTES = 4 << 10
-UNANSWERED_BYTES = 64 << 20
 # A large frame comes in piece by piece, with a pause after each that read this much: other clients
 # wait for a piece, not for the frame, and one connection still carries 100 MB/s and more.
 YIELD_BYTES = 128 << 10
@@ -86,7 +83,8 @@ class TcpLink(asyncio.BufferedProtocol):
         """Nothing is read from the client at the moment; it cannot be blamed for its silence."""
         self._server = server
         self._settings = server.settings.server
-        self._reader = StreamReader(STRANGER_FRAME_BYTES, server.scratch, large_room)
+        limit_bytes = min(STRANGER_FRAME_BYTES, self._settings.max_frame_bytes)
+        self._reader = StreamReader(limit_bytes, server.scratch, large_room)
         self._connection: Connection | None = None
         self._old: OldClient | None = None
         self._first = True
@@ -174,6 +172,9 @@ class TcpLink(asyncio.BufferedProtocol):
             self._answered(frame.request)
         if frame.kind == WELCOME:
             self.welcomed()
+        elif self._greeting:  # an error: the next Hello may do better
+            self._greeting = False
+            self.hold(False)
         self._outgoing.send(frame)
         self._bound()
 
@@ -200,10 +201,10 @@ class TcpLink(asyncio.BufferedProtocol):
 
     # -- what an old client calls --------------------------------------------------------------
 
-    def write(self, data: bytes) -> None:
-        """Queue bytes that are no frame."""
+    def write(self, *data: bytes) -> None:
+        """Queue bytes that are no frame; those of one call count as one."""
         if not self._ending:
-            self._outgoing.put([data])
+            self._outgoing.put(data)
             self._bound()
 
     def welcomed(self) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.engines.zmq_outbox import ZmqOutbox
 from penstock.model.errors import Deferred
+from penstock.server.link import UNANSWERED_BYTES
 from penstock.server.zmq_peers import Peer
 from penstock.wire.fault import to_fault
 from penstock.wire.frame import Frame, Kind
@@ -17,10 +18,8 @@ if TYPE_CHECKING:
 
 # Unread bytes of a client, as a multiple of server.send_buffer_bytes, at which it is cut off.
 ABORT_FACTOR = 4
-# Requests of this size are counted until they are answered. Nobody can stop reading from one client
-# of a ROUTER, so one that has more than UNANSWERED_BYTES of them is told to come again.
+# Requests of this size are counted until they are answered.
 COUNTED_BYTES = 4 << 10
-UNANSWERED_BYTES = 64 << 20
 UNANSWERED_LIMIT = "unanswered_bytes"  # its name in errors and counters
 RETRY_AFTER_S = 0.1
 # What the last frames of a link get to leave: at most, and after libzmq seems to have sent them.

@@ -20,6 +20,9 @@ NEGOTIATE = 0xFE
 # An offer names a handful of words; this leaves room for many that are not known yet.
 MAX_NEGOTIATION_BYTES = 16 << 10
 
+# What reading it raises, whoever wrote it.
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
 MARKS = {"raw": Mark.RAW, "json": Mark.JSON, "protobuf": Mark.PROTOBUF}
 """Marks by the name they have in an offer."""
 
@@ -67,7 +70,7 @@ def choose(body: Bytes, max_frame_bytes: int, marks: Sequence[str] = tuple(MARKS
         raise ProtocolViolation(f"an offer of {len(body)} bytes; {MAX_NEGOTIATION_BYTES} suffice")
     try:
         offered = msgspec.json.decode(body, type=Offer)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except _UNREADABLE as error:
         raise ProtocolViolation(f"the negotiation is no offer: {error}") from None
     if VERSION not in offered.versions:
         raise WrongProtocolVersion(
@@ -102,7 +105,7 @@ def chosen(body: Bytes) -> Choice:
         if refusal.error is not None:
             raise to_error(refusal.error)
         choice = msgspec.json.decode(body, type=Choice)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except _UNREADABLE as error:
         raise ProtocolViolation(f"the broker's answer is no negotiation: {error}") from None
     if choice.version != VERSION:
         raise WrongProtocolVersion(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import pytest
 
 import penstock
 from penstock.engines.dial import broker_engine
+from penstock.engines.link_tcp import TcpLink
 from penstock.model.batch import EventBatch
 from penstock.model.event import Identity
 from penstock.model.loader import load
+from penstock.server.tcp_link import HANDSHAKE_S
 from penstock.testing.broker_process import BrokerProcess
 from penstock.wire import message as say
 from penstock.wire.frame import Frame, Kind
@@ -81,6 +84,35 @@ class Till:
         settlement = say.Settlement(deliver.delivery, count, [0, count])
         self.channel.settle([settlement])
         await self.channel.flush()
+
+
+class Visit:
+    """One connection, and the frames that came over it."""
+
+    def __init__(self, broker: BrokerProcess) -> None:
+        self._link = TcpLink("127.0.0.1", broker.ports["tcp"])
+        self._frames: asyncio.Queue[Frame] = asyncio.Queue()
+
+    async def open(self) -> None:
+        await self._link.open(self._frames.put_nowait, lambda _: None)
+
+    async def greet(self, hello: say.Hello) -> say.Welcome:
+        await self.open()
+        self.send(Kind.HELLO, hello)
+        welcome: say.Welcome = decode((await self.frame(Kind.WELCOME)).meta, say.Welcome)
+        return welcome
+
+    def send(self, kind: Kind, message: say.Message, request: int = 0) -> None:
+        self._link.send(Frame(kind, request, say.encode(message)))
+
+    async def frame(self, kind: Kind) -> Frame:
+        async with asyncio.timeout(DEADLINE_S):
+            frame = await self._frames.get()
+        assert frame.kind == kind, frame
+        return frame
+
+    def close(self) -> None:
+        self._link.close()
 
 
 @pytest.fixture
@@ -160,6 +192,38 @@ async def test_it_keeps_what_it_holds_when_the_broker_was_killed(broker: BrokerP
         assert till.refused == []
 
 
+async def test_a_welcome_that_did_not_arrive_is_said_again(broker: BrokerProcess) -> None:
+    """T4: a client that does not know of the restart would wait for feeds that are gone."""
+    hello = say.Hello("till", subscriptions=["orders.*"])
+    first = Visit(broker)
+    session = (await first.greet(hello)).session
+    async with penstock.connect(broker.url()) as bus:
+        await bus.publish(TOPIC, b"one")
+    deliver = decode((await first.frame(Kind.DELIVER)).meta, say.Deliver)
+    broker.kill()
+    broker.start(**FLAGS)
+    number = deliver.delivery
+    held = [say.Held(number, TOPIC, 0, 0, 1, deliver.attempt, 1)]
+    hello = msgspec.structs.replace(hello, session=session, deliveries=[number], held=held)
+    for _ in range(3):  # the client hears the last of these only
+        visit = Visit(broker)
+        welcome = await visit.greet(hello)
+        assert (welcome.session, welcome.resumed) == (session, False)
+        assert welcome.adopted == {number: [0]}
+        visit.close()
+    visit = Visit(broker)
+    await visit.greet(hello)
+    visit.send(Kind.SETTLE, say.Settle(1, [say.Settlement(number, 1, [0, 1])]))
+    visit.send(Kind.FLUSH, say.Beat(), 1)
+    await visit.frame(Kind.RESULT)
+    visit.close()
+    visit = Visit(broker)
+    assert (await visit.greet(msgspec.structs.replace(hello, held=[]))).resumed
+    visit.close()
+    async with penstock.connect(broker.url()) as bus:
+        assert await lag(bus) == 0
+
+
 async def test_a_delivery_that_was_settled_is_not_adopted(broker: BrokerProcess) -> None:
     """T4: and what names no delivery at all harms nobody."""
     async with Till(broker) as till, penstock.connect(broker.url()) as bus:
@@ -190,6 +254,50 @@ async def test_a_client_that_was_restarted_with_its_broker(broker: BrokerProcess
     async with Till(broker) as till:
         deliver, payloads = await till.get()
         assert (deliver.attempt, payloads) == (2, [b"one"])
+
+
+async def test_a_feed_that_was_stopped_stays_so_in_its_session(broker: BrokerProcess) -> None:
+    """T4: a client that was told twice that it gets nothing is sent nothing; a new session is served."""
+    hello = say.Hello("till", subscriptions=["orders.*"])
+    visit = Visit(broker)
+    session = (await visit.greet(hello)).session
+    async with penstock.connect(broker.url()) as bus:
+        await bus.groups.delete("direct.till")
+        await visit.frame(Kind.STOPPED)
+        visit.close()
+        visit = Visit(broker)
+        assert (await visit.greet(msgspec.structs.replace(hello, session=session))).resumed
+        await visit.frame(Kind.STOPPED)
+        assert "direct.till" not in {group.name for group in await bus.groups.list()}
+        visit.close()
+        visit = Visit(broker)
+        await visit.greet(hello)
+        await bus.publish(TOPIC, b"one")
+        await visit.frame(Kind.DELIVER)
+        visit.close()
+
+
+async def test_a_hello_that_nobody_could_serve_is_refused(broker: BrokerProcess) -> None:
+    """T4: a client is not welcomed to wait for ever."""
+    visit = Visit(broker)
+    await visit.open()
+    visit.send(Kind.HELLO, say.Hello("till", subscriptions=["orders.*"], max_inflight=-1))
+    fault: say.Fault = decode((await visit.frame(Kind.FAULT)).meta, say.Fault)
+    assert (fault.code, "max_inflight" in fault.message) == ("invalid", True)
+    visit.close()
+
+
+async def test_a_hello_that_cannot_be_read_may_be_said_again(broker: BrokerProcess) -> None:
+    """Q1: it costs an answer, over TCP as over ZeroMQ, and no ten seconds of silence."""
+    visit = Visit(broker)
+    await visit.open()
+    visit.send(Kind.HELLO, say.Beat(), 1)
+    assert (await visit.frame(Kind.FAULT)).request == 1
+    began = time.monotonic()
+    visit.send(Kind.HELLO, say.Hello("till"))
+    await visit.frame(Kind.WELCOME)
+    assert time.monotonic() - began < HANDSHAKE_S / 2
+    visit.close()
 
 
 async def test_a_client_that_cannot_ack(broker: BrokerProcess) -> None:

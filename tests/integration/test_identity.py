@@ -11,13 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import pytest_asyncio
 
 import penstock
 from penstock.core.catalogue import Route
+from penstock.engines.channel import Channel
+from penstock.engines.dial import broker_engine
 from penstock.engines.request import QueryAudit
 from penstock.model.errors import AccessDenied
+from penstock.model.event import Identity
+from penstock.model.loader import load
 from penstock.model.settings import Auth
 from penstock.server.auth import Doorkeeper
 from penstock.server.daemon import Daemon
@@ -109,6 +114,81 @@ async def test_a_replay_needs_a_reader(guarded: Guarded) -> None:
         await bus.publish(TOPIC, b"x")
         with pytest.raises(AccessDenied, match="role 'reader'"):
             await anext(aiter(bus.replay(TOPIC)))
+
+
+# -- groups --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["queue", "log"])
+@pytest.mark.parametrize("made", ["lanes", "patterns"])
+async def test_a_group_of_another_tenant_cannot_be_joined(
+    guarded: Guarded, mode: str, made: str
+) -> None:
+    """T10: its members are given what is in the group, whatever they asked for themselves."""
+    async with (
+        guarded.connect(token("reader")) as bus,
+        guarded.connect(token("reader", tenant="other")) as stranger,
+        guarded.connect(ADMIN_TOKEN) as admin,
+    ):
+        if made == "lanes":
+            await bus.publish(TOPIC, b"for acme alone")
+        async with bus.subscribe("orders.*.v1.acme", group="billing", mode=mode):
+            pass
+        theirs = stranger.subscribe("orders.*.v1.other", group="billing", mode=mode)
+        with pytest.raises(AccessDenied, match="group 'billing' is there already"):
+            await theirs.__aenter__()
+        assert (await admin.groups.info("billing")).patterns == ["orders.*.v1.acme"]
+        async with bus.subscribe("orders.*.v1.acme", group="billing", mode=mode):
+            pass  # its own tenant comes and goes
+        async with admin.subscribe("orders.*.v1.acme", group="billing", mode=mode):
+            pass
+
+
+async def test_a_direct_consumer_of_another_tenant_is_left_alone(guarded: Guarded) -> None:
+    """T4, T10: two tenants may call their clients alike, but only one of them gets the group."""
+
+    def till(tenant: str, topic: str) -> Channel:
+        settings = load(None, {}, {"client.token": token("reader", tenant=tenant)})
+        address = f"127.0.0.1:{guarded.daemon.ports['tcp']}"
+        channel = broker_engine("penstock", address, settings, Identity(), "till").channel
+        channel.hello = msgspec.structs.replace(channel.hello, subscriptions=[topic])
+        return channel
+
+    own = till("acme", TOPIC)
+    await own.open()
+    with pytest.raises(AccessDenied, match=r"group 'direct\.till' is there already"):
+        await till("other", "orders.created.v1.other").open()
+    await own.close()
+    assert guarded.daemon.engine.state.groups["direct.till"].spec.patterns == (TOPIC,)
+
+
+async def test_a_shared_topic_is_shared_by_the_members_of_a_group(guarded: Guarded) -> None:
+    """T10: what has no tenant is for all, and so is a group that reads nothing else."""
+    async with (
+        guarded.connect(token("reader")) as bus,
+        guarded.connect(token("reader", tenant="other")) as other,
+        bus.subscribe("orders.created", group="shared"),
+        other.subscribe("orders.created", group="shared") as events,
+    ):
+        for _ in range(20):
+            await bus.publish("orders.created", b"x")
+        assert await events.get(timeout_s=20.0) is not None
+
+
+async def test_a_route_into_a_group_does_not_close_it(guarded: Guarded) -> None:
+    """T10: who made the route has decided that the group gets those events."""
+    async with (
+        guarded.connect(ADMIN_TOKEN) as admin,
+        guarded.connect(token("reader", tenant="other")) as other,
+    ):
+        async with other.subscribe("orders.*.v1.other", group="other.archive"):
+            pass
+        await admin.routes.put(Route(TOPIC, "other.archive"))
+        await admin.publish(TOPIC, b"routed")
+        async with other.subscribe("orders.*.v1.other", group="other.archive") as events:
+            event = await events.get(timeout_s=20.0)
+            assert event is not None
+            assert event.payload == b"routed"
 
 
 # -- who signs -----------------------------------------------------------------------------------

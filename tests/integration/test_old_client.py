@@ -14,8 +14,11 @@ import penstock
 from penstock.model.loader import load
 from penstock.server import oldclient
 from penstock.server.daemon import Daemon
+from penstock.server.storing import Storing
 from penstock.wire import oldcommand as old
 from penstock.wire.stream import StreamReader
+
+MIB = 1 << 20
 
 
 class Caller:
@@ -59,7 +62,7 @@ class Caller:
 
     async def events(self, count: int) -> list[old.Leased]:
         while len(self.leased) < count:
-            await self._read()
+            assert await self._read(), "the connection has ended"
         found, self.leased = self.leased[:count], self.leased[count:]
         return found
 
@@ -274,6 +277,42 @@ async def test_a_flood_of_commands_is_slowed_down(
     replies = [await caller.reply() for _ in range(500)]
     assert replies[-1] == old.Ok.stored(0, 499)
     assert max(waiting) == 8
+
+
+async def test_a_flood_of_large_events_is_slowed_down(
+    daemon: Daemon, caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Q1, Q7: while the disk stalls, so many bytes are taken in and no more, as from other clients."""
+    monkeypatch.setattr(oldclient, "UNANSWERED_BYTES", 4 * MIB)
+    stalls = asyncio.Event()
+    publish, begun = Storing.publish, 0
+
+    async def stalled(*args: Any) -> Any:
+        nonlocal begun
+        begun += 1
+        await stalls.wait()
+        return await publish(*args)
+
+    monkeypatch.setattr(Storing, "publish", stalled)
+    assert await caller.call(old.Ping(b"hi")) == old.Ok(b"hi")
+    caller.tell(*(old.Publish("orders", bytes(MIB)) for _ in range(30)))
+    assert await caller.quiet(0.5)
+    assert begun == 5, "four fill it, and the fifth is what goes beyond"
+    stalls.set()
+    replies = [await caller.reply() for _ in range(30)]
+    assert replies == [old.Ok.stored(0, offset) for offset in range(30)]
+
+
+async def test_a_large_delivery_does_not_end_the_connection(daemon: Daemon, caller: Caller) -> None:
+    """Q1: one delivery may be as large as it likes; a client that reads it is not cut off."""
+    assert await caller.call(old.Subscribe("billing", "orders", 0)) == old.Ok.subscribed(1)
+    async with penstock.connect(f"penstock://127.0.0.1:{daemon.ports['tcp']}") as bus:
+        await bus.publish_many("orders", [bytes(MIB) for _ in range(60)])
+    for leased in await caller.events(60):
+        assert leased.attempt == 1
+        caller.tell(old.Ack(leased.tag))
+    for _ in range(60):
+        assert await caller.reply() == old.Ok()
 
 
 async def test_commands_that_come_in_one_read_are_all_carried_out(caller: Caller) -> None:

@@ -381,6 +381,20 @@ async def test_strangers_send_little(harness: Harness, raw: Raw) -> None:
     assert answer.request == 1
 
 
+async def test_strangers_send_no_more_than_others() -> None:
+    """Q1: a broker that takes small frames only takes no larger one from who is not welcomed yet."""
+    harness = Harness(server__max_frame_bytes=64 << 10)
+    await harness.start()
+    raw = await Raw(harness.port).open()
+    await raw.negotiate()
+    await raw.send(struct.pack("<BI", Kind.HELLO, (64 << 10) + 1))
+    fault = await raw.frame()
+    assert fault is not None
+    assert say.decode(fault.meta, say.Fault).data["limit_bytes"] == 64 << 10
+    raw.close()
+    await harness.stop()
+
+
 @pytest.mark.parametrize("sent", [b"", b"\xfe", offer(), b"\x04\x20\x00\x00\x00"])
 async def test_a_silent_client_is_let_go(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, sent: bytes

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import penstock
 from penstock.engines.link_tcp import client_tls
 from penstock.model.errors import BrokerUnreachable, InvalidSettings
+from penstock.server.tcp import MAX_STRANGERS
 from penstock.testing.authority import Authority
 from penstock.testing.broker_process import BrokerProcess
 
@@ -95,3 +98,19 @@ def test_files_that_cannot_be_used(tmp_path: Path, wrong: str) -> None:
     }
     with pytest.raises(InvalidSettings, match=r"client\.tls_certificate"):
         client_tls(authority.ca_file, *files[wrong])
+
+
+async def test_who_does_not_shake_hands_counts_as_a_connection(
+    tmp_path: Path, authority: Authority
+) -> None:
+    """T1: silent strangers cannot take the descriptors that journal and clients need."""
+    with secured(tmp_path, authority, server__max_connections=1) as broker:
+        descriptors = Path(f"/proc/{broker.pid}/fd")
+        before = len(list(descriptors.iterdir()))
+        with ExitStack() as silent:
+            for _ in range(2 * MAX_STRANGERS):
+                there = ("127.0.0.1", broker.ports["tcp"])
+                silent.enter_context(socket.create_connection(there))
+            await asyncio.sleep(0.5)
+            assert len(list(descriptors.iterdir())) <= before + MAX_STRANGERS + 1
+        await there_and_back(url_of(broker), client__tls_ca=authority.ca_file)

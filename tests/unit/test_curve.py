@@ -15,6 +15,7 @@ from penstock.engines.zmq_library import curve_key
 from penstock.model.errors import InvalidSettings
 from penstock.model.server_settings import Server
 from penstock.server.curve import ZAP_ADDRESS, Gate, make_keys, public_key
+from penstock.server.log_quota import LINES_PER_S
 
 
 def test_keys_are_pairs() -> None:
@@ -67,6 +68,20 @@ async def test_the_gate_knows_its_list(caplog: pytest.LogCaptureFixture) -> None
     assert (await ask(zap(other), (listed,)))[1:3] == [b"7", b"400"]
     assert caplog.records[0].__dict__["peer"] == "10.0.0.9"
     assert caplog.records[0].__dict__["key"] == other
+
+
+async def test_strangers_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """T1: whoever tries keys all day gets so many lines a second."""
+    listed, other = make_keys()[0], make_keys()[0]
+    context = zmq.Context()
+    gate = Gate(context, Server(curve_secret_key=make_keys()[1], curve_clients=(listed,)))
+    try:
+        for _ in range(10 * LINES_PER_S):
+            assert gate._judge(zap(other))[0] == b"400"
+    finally:
+        gate.close()
+        context.term()
+    assert len(caplog.records) <= 2 * LINES_PER_S, "two seconds, on a slow machine"
 
 
 async def test_odd_questions_are_refused() -> None:

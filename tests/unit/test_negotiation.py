@@ -95,6 +95,16 @@ def test_an_offer_is_short() -> None:
         choose(f'{{"versions":[1],"marks":[{words}]}}'.encode(), LIMIT)
 
 
+def test_nests_are_refused_like_other_nonsense() -> None:
+    """Q1: a stranger's bytes are never taken for a failure of the broker."""
+    depth = MAX_NEGOTIATION_BYTES // 2 - 20
+    body = b'{"versions":[1],"x":%b%b}' % (b"[" * depth, b"]" * depth)
+    with pytest.raises(ProtocolViolation):
+        choose(body, LIMIT)
+    with pytest.raises(ProtocolViolation):
+        chosen(body)
+
+
 @given(st.one_of(st.binary(max_size=200), st.text(max_size=200).map(str.encode)))
 def test_random_bytes_raise_nothing_else(body: bytes) -> None:
     for read in (chosen, lambda data: choose(data, LIMIT)):

@@ -14,7 +14,7 @@ from penstock.core.entry import GroupSpec
 from penstock.core.retry import Retry
 from penstock.engines.ask_reference import reference
 from penstock.model.event import Receipt
-from penstock.server import connection, oldclient, session, tcp_link, zeromq
+from penstock.server import connection, link, oldclient, session, tcp_link, zeromq
 from penstock.wire import frame, mark, message, negotiation, oldcommand
 from penstock.wire.frame import Kind
 from penstock.wire.schema import DeliverEvents, EventItem, Result
@@ -82,7 +82,7 @@ def test_old_commands() -> None:
     [
         f"{tcp_link.HANDSHAKE_S:.0f} seconds from connecting",
         f"no body may be over {tcp_link.STRANGER_FRAME_BYTES >> 20} MiB",
-        f"more than {tcp_link.UNANSWERED_BYTES >> 20} MiB of a client's requests",
+        f"more than {link.UNANSWERED_BYTES >> 20} MiB of a client's requests",
         f"at most {negotiation.MAX_NEGOTIATION_BYTES >> 10} KiB",
         f"0 to {frame.MAX_PARTS:,} byte strings",
         f"at most {frame.MAX_META_BYTES >> 20} MiB; empty",
