@@ -256,7 +256,7 @@ class QueueGroup:
         for _ in range(len(self._turn)):
             member = self._turn[0]
             self._turn.rotate(-1)
-            if member.inflight < member.max_inflight and member.room(self):
+            if member.ready(self):
                 return member
         return None
 

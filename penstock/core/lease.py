@@ -85,19 +85,21 @@ class Doomed(NamedTuple):
 class Member:
     """A consumer in a group, with the credit it gave."""
 
-    __slots__ = ("id", "inflight", "leases", "max_inflight", "window")
+    __slots__ = ("id", "inflight", "leases", "max_inflight", "paused", "window")
 
     def __init__(self, member_id: str, max_inflight: int) -> None:
         self.id = member_id
         self.max_inflight = max_inflight
         self.inflight = 0
+        self.paused = False
+        """It takes nothing at the moment, whatever credit it gave."""
         self.leases: dict[int, Lease] = {}
         self.window: Window | None = None
         """What it shares with its tenant's other consumers, where the tenant has such a limit."""
 
     def ready(self, group: QueueGroup) -> bool:
-        """Whether it has credit left, of its own and of its tenant's."""
-        return self.inflight < self.max_inflight and self.room(group) > 0
+        """Whether it takes more, and has credit left, of its own and of its tenant's."""
+        return not self.paused and self.inflight < self.max_inflight and self.room(group) > 0
 
     def room(self, group: QueueGroup, most: int = 1) -> int:
         """How many of `most` events its tenant lets it have now."""

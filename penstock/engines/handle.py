@@ -123,6 +123,11 @@ class Inbox:
         self._stopped: PenstockError | None = None
         self._left = False
 
+    @property
+    def empty(self) -> bool:
+        """Whether nothing waits for `receive`."""
+        return not self._waiting
+
     def put(self, delivery: LeasedBatch) -> None:
         """Something arrived."""
         if self._stopped is not None:

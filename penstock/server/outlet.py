@@ -56,6 +56,7 @@ class QueueOutlet:
                 await self._session.room()
                 self._waits = False
                 self._deliver(leased)
+                self._go_on()
         except Exception as error:
             self._failed(error)
 
@@ -63,6 +64,8 @@ class QueueOutlet:
         """Send what arrived at once: waiting for the task's turn would take as long as all of this."""
         try:
             if self._waits or not self._session.has_room:
+                # What it is leased lies in memory, of whatever size; the rest can wait in the log.
+                self._inbox.member.paused = True
                 return False
             self._deliver(leased)
         except Exception as error:
@@ -71,6 +74,12 @@ class QueueOutlet:
             self._task.cancel()
             asyncio.get_running_loop().call_soon(self._failed, error)
         return True
+
+    def _go_on(self) -> None:
+        """All that it was leased is on its way: it may be leased more."""
+        if self._inbox.member.paused and self._inbox.empty:
+            self._inbox.member.paused = False
+            self._session.dispatcher().touched(self._inbox.group)
 
     def _deliver(self, leased: LeasedBatch) -> None:
         if len(self.held) > self._sweep_above:

@@ -111,6 +111,11 @@ class Visit:
         assert frame.kind == kind, frame
         return frame
 
+    def listen(self, on: bool) -> None:
+        transport = self._link._transport
+        assert transport is not None
+        transport.resume_reading() if on else transport.pause_reading()
+
     def close(self) -> None:
         self._link.close()
 
@@ -314,6 +319,25 @@ async def test_a_client_that_cannot_ack(broker: BrokerProcess) -> None:
             await bus.publish(TOPIC, b"last")
             _, payloads = await till.get()
             assert payloads == [b"last"]
+
+
+async def test_large_events_for_a_client_that_does_not_read_wait_in_the_log(tmp_path: Path) -> None:
+    """Q7: its credit counts events, of whatever size; the broker's memory does not."""
+    events, payload = 60, bytes(1 << 20)
+    with BrokerProcess(tmp_path / "data").start(server__heartbeat_s=60) as broker:
+        visit = Visit(broker)
+        await visit.greet(say.Hello("till", subscriptions=["orders.*"], max_inflight=2 * events))
+        visit.listen(False)
+        async with penstock.connect(broker.url()) as bus:
+            for _ in range(events):
+                await bus.publish(TOPIC, payload)
+            waiting = await bus.groups.info("direct.till")
+            assert waiting.lag == events
+            assert waiting.outstanding < events / 2, "a send buffer, and what the sockets hold"
+            visit.listen(True)
+            for _ in range(events):
+                await visit.frame(Kind.DELIVER)
+        visit.close()
 
 
 async def test_a_client_too_far_behind_stops_its_publishers(broker: BrokerProcess) -> None:

@@ -31,6 +31,7 @@ class Client:
         self.ended: list[tuple[int, PenstockError]] = []
         self.link_fails = False
         self.feeds: dict[int, QueueOutlet] = {}
+        self.pumped: list[Any] = []
         self._delivery = 0
 
     @property
@@ -39,6 +40,9 @@ class Client:
 
     async def room(self) -> None:
         await self.open.wait()
+
+    def dispatcher(self) -> Any:
+        return SimpleNamespace(touched=self.pumped.append)
 
     def next_delivery(self) -> int:
         self._delivery += 1
@@ -97,6 +101,25 @@ async def test_without_room_it_waits_and_nothing_overtakes(inbox: Inbox) -> None
             await asyncio.sleep(0)
     put(inbox, 4)
     assert outlet.sent == [1, 2, 3, 4]
+    await outlet.close()
+
+
+async def test_without_room_it_is_leased_no_more(inbox: Inbox) -> None:
+    """Q7: what waits for a client that does not read stays in the log, and not in memory."""
+    client = Client()
+    outlet = Outlet(client, inbox)
+    put(inbox, 1)
+    assert not inbox.member.paused
+    client.open.clear()
+    put(inbox, 2, 3)
+    assert inbox.member.paused
+    assert client.pumped == []
+    client.open.set()
+    async with asyncio.timeout(5):
+        while inbox.member.paused:
+            await asyncio.sleep(0)
+    assert outlet.sent == [1, 2, 3]
+    assert client.pumped == [inbox.group]
     await outlet.close()
 
 
