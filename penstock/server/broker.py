@@ -178,7 +178,7 @@ class Broker:
             if hello.resumable:
                 await self.engine.intake.write_entries([session.entry()])
             self.sessions[session.id] = session
-        session.hello, session.identity, session.restored = hello, identity, False
+        session.hello, session.identity = hello, identity
         try:
             adopted = await session.open_direct()
         except BaseException:

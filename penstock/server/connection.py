@@ -46,6 +46,8 @@ class Connection:
     def received(self, frame: Frame) -> None:
         """Take a frame; what is wrong with it is answered, here and now."""
         self.heard_at = self._broker.now()
+        if self._greeted and self.session is not None:
+            self.session.restored = False  # the client has its Welcome, and goes on from there
         if self._greeting is None or self._greeted:
             self._take(frame)
         else:

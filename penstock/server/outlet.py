@@ -106,14 +106,17 @@ class QueueOutlet:
         """
         adopted: dict[int, list[int]] = {}
         for each in held:
-            leased = await self._session.dispatcher().adopt(
-                self._inbox, (each.topic, each.partition), each.start, each.count, each.attempt
-            )
+            leased = self.held.get(each.delivery)  # when it is asked for again
+            if leased is None:
+                leased = await self._session.dispatcher().adopt(
+                    self._inbox, (each.topic, each.partition), each.start, each.count, each.attempt
+                )
             if leased is not None:
                 self.held[each.delivery] = leased
-                states = leased.lease.states
-                adopted[each.delivery] = [at for at in range(each.count) if states[at] == OUT]
-                self._hand(leased, min(each.handed, each.count))
+                states, shift = leased.lease.states, leased.shift
+                count = leased.batch.count
+                adopted[each.delivery] = [at for at in range(count) if states[at + shift] == OUT]
+                self._hand(leased, min(each.handed, count))
         self._session.dispatcher().release(self._inbox, alone=alone)
         return adopted
 

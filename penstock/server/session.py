@@ -58,7 +58,7 @@ class Session:
         self.link: Link | None = None
         self.heard_at = broker.now()
         self.restored = False
-        """Known from the journal only: the broker was restarted."""
+        """Known from the journal only: the broker was restarted, and its client may not know that yet."""
         self.settled = self._durable = 0
         """The last Settle that arrived, and the last that is durable."""
         self._hardening: asyncio.Task[None] | None = None
@@ -107,7 +107,8 @@ class Session:
         known = {*hello.deliveries, *(each.delivery for each in hello.held)}
         said = [each for each in known if each < MAX_DELIVERY]
         self._delivery = max(self._delivery, *said, 0)
-        unknown = [each for each in hello.pending if not self._knows(each)]
+        arrived = {*self._working, *(each for each in hello.pending if each in self._answers)}
+        unknown = [each for each in hello.pending if each not in arrived]
         lost = [each for each in hello.deliveries if each not in held]
         welcome = msgspec.structs.replace(
             welcome, settled=self._durable, unknown=unknown, lost=lost
@@ -122,9 +123,6 @@ class Session:
         for frame in self._ended.values():  # the client may have been away when they were sent
             self.send(frame)
         self._attached.set()
-
-    def _knows(self, request: int) -> bool:
-        return request in self._answers or request in self._working
 
     def detach(self) -> None:
         """The connection is gone; feeds wait for another, or for their end."""
@@ -323,13 +321,15 @@ class Session:
 
         Returns what it holds from before a restart of the broker, as Joined does.
         """
-        if not self.hello.subscriptions or DIRECT_FEED in self.feeds:
+        outlet = self.feeds.get(DIRECT_FEED)
+        if not self.hello.subscriptions or (outlet is not None and not self.restored):
             return {}
         self.may_read(self.hello.subscriptions)
-        wanted = direct_wish(self.hello, self.identity, self._broker.engine.settings.delivery)
-        inbox = await self._broker.join(wanted)
-        assert isinstance(inbox, Inbox)
-        outlet = QueueOutlet(self, DIRECT_FEED, wanted, inbox)
+        if not isinstance(outlet, QueueOutlet):  # else the client never had its Welcome
+            wanted = direct_wish(self.hello, self.identity, self._broker.engine.settings.delivery)
+            inbox = await self._broker.join(wanted)
+            assert isinstance(inbox, Inbox)
+            outlet = QueueOutlet(self, DIRECT_FEED, wanted, inbox)
         return await self._taken_up(outlet, DIRECT_FEED, self.hello.held, alone=True)
 
     async def _unsubscribe(self, frame: Frame) -> Frame:
