@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -76,7 +78,12 @@ class Groups:
             check_pattern(pattern)
         present = engine.state.groups.get(name)
         if present is None:
-            await engine.intake.submit([], when_taken=lambda _: self._create(name, spec))
+            try:
+                await engine.intake.submit([], when_taken=lambda _: self._create(name, spec))
+            except asyncio.CancelledError:
+                if spec.ephemeral:  # nobody else knows its name, so nobody else would delete it
+                    engine.spawn(self._forget(name))
+                raise
             return
         old = present.spec
         if (old.mode, old.order) != (spec.mode, spec.order):
@@ -123,6 +130,9 @@ class Groups:
     async def remove(self, name: str, extra: list[Entry]) -> None:
         """Forget a group."""
         self.known(name)
+        await self._forget(name, extra)
+
+    async def _forget(self, name: str, extra: Sequence[Entry] = ()) -> None:
         await self._engine.intake.submit([], when_taken=lambda _: [*self._drop(name), *extra])
 
     def _drop(self, name: str) -> list[Entry]:

@@ -64,6 +64,21 @@ class Till:
         self.channel.held = lambda: [each.delivery for each in held]
         self.channel.hello = msgspec.structs.replace(self.channel.hello, held=held)
 
+    def lose_welcomes(self, count: int) -> None:
+        """The next connections break when the broker welcomes it."""
+        channel: Any = self.channel
+        received, left = channel._received, [None] * count
+
+        def cut(frame: Frame) -> None:
+            if frame.kind != Kind.WELCOME or not left:
+                received(frame)
+                return
+            left.pop()
+            channel._link.close()
+            channel._lost("the cable was cut")
+
+        channel._received = cut
+
     @property
     def welcome(self) -> say.Welcome:
         assert self.channel.welcome is not None
@@ -171,8 +186,14 @@ async def test_it_goes_on_after_the_broker_was_killed(broker: BrokerProcess) -> 
         assert till.welcome.session == session
 
 
-async def test_it_keeps_what_it_holds_when_the_broker_was_killed(broker: BrokerProcess) -> None:
-    """T4, T5: what it names stays leased to it, and the rest comes again at once."""
+@pytest.mark.parametrize("welcomes", [1, 2])
+async def test_it_keeps_what_it_holds_when_the_broker_was_killed(
+    broker: BrokerProcess, welcomes: int
+) -> None:
+    """T4, T5: what it names stays leased to it, and the rest comes again at once.
+
+    Also when the first Welcome is lost with its connection: the second says the same.
+    """
     async with Till(broker) as till, penstock.connect(broker.url()) as bus:
         got: dict[bytes, say.Deliver] = {}
         for payload in (b"done", b"kept", b"lost"):
@@ -181,6 +202,7 @@ async def test_it_keeps_what_it_holds_when_the_broker_was_killed(broker: BrokerP
             assert found == payload
         await till.ack(got[b"done"], 1)
         till.hold(got[b"kept"])
+        till.lose_welcomes(welcomes - 1)
         broker.kill()
         broker.start(**FLAGS)
         again, payloads = await till.get()

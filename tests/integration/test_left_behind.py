@@ -74,6 +74,21 @@ async def test_a_deleted_group_leaves_nothing_to_settle(tmp_path: Path) -> None:
         assert await sub.get(timeout_s=SOON_S) is not None
 
 
+@pytest.mark.parametrize("mode", ["queue", "log"])
+async def test_a_listener_cancelled_while_it_opens_leaves_no_group(
+    bus: penstock.Bus, mode: str
+) -> None:
+    """Without a broker, too: its group has a name that nobody else knows."""
+    await bus.publish(TOPIC, b"1")
+    opening = asyncio.create_task(bus.subscribe(TOPIC, mode=mode).open())
+    await asyncio.sleep(0)
+    opening.cancel()
+    await asyncio.gather(opening, return_exceptions=True)
+    await bus.publish(TOPIC, b"2")
+    await bus.flush()
+    assert not await bus.groups.list()
+
+
 async def test_a_closed_log_feed_stays_closed_when_the_broker_is_back(tmp_path: Path) -> None:
     """Q6, T4: after a restart a client joins again what it has open, and nothing else."""
     broker = await asyncio.to_thread(BrokerProcess(tmp_path / "data").start)

@@ -18,13 +18,13 @@ async def frames_of_two(url: str, linger_ms: int) -> int:
     async with penstock.connect(url, client__linger_ms=linger_ms) as bus:
         channel: Any = bus.engine.channel  # type: ignore[attr-defined]
         kinds: list[Kind] = []
-        call = channel.call
+        begin = channel.begin
 
-        async def counted(kind: Kind, *args: Any, **options: Any) -> Any:
+        def counted(kind: Kind, *args: Any, **options: Any) -> Any:
             kinds.append(kind)
-            return await call(kind, *args, **options)
+            return begin(kind, *args, **options)
 
-        channel.call = counted
+        channel.begin = counted
         first = asyncio.create_task(bus.publish("orders.created", b"one"))
         for _ in range(TURNS):
             await asyncio.sleep(0)

@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,6 +96,35 @@ async def test_a_handler_that_is_not_let_in_any_more_says_so(
         assert [each.levelno for each in refusal] == [logging.ERROR]
         with pytest.raises(errors.AccessDenied):
             await bus.publish(TOPIC, b"1")
+
+
+@pytest.mark.parametrize("mode", ["queue", "log"])
+async def test_a_consumer_whose_welcome_was_lost_subscribes_again(
+    broker: BrokerProcess, mode: str
+) -> None:
+    """T4: a restarted broker has resumed nothing until its client knows that it was restarted."""
+    async with (
+        penstock.connect(broker.url()) as bus,
+        asyncio.timeout(DEADLINE_S),
+        bus.subscribe("orders.*", group="billing", mode=mode) as sub,
+    ):
+        channel: Any = bus.engine.channel  # type: ignore[attr-defined]
+        received, lost = channel._received, []
+
+        def cut(frame: Frame) -> None:
+            if frame.kind != Kind.WELCOME or lost:
+                received(frame)
+                return
+            lost.append(frame)
+            channel._link.close()
+            channel._lost("the cable was cut before the Welcome arrived")
+
+        channel._received = cut
+        await asyncio.to_thread(broker.kill)
+        await asyncio.to_thread(broker.start)
+        await bus.publish(TOPIC, b"1")
+        assert lost
+        assert await sub.get() is not None
 
 
 async def test_the_topic_of_dead_letters_cannot_be_deleted(broker: BrokerProcess) -> None:
