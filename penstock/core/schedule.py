@@ -300,6 +300,12 @@ class Recurring:
             found.append((self._store(definition), due_us))
         return found
 
+    def put_back(self, definition: Definition, due_us: int, now_us: int) -> None:
+        """What `due` gave out at `now_us` could not be published: it stays due."""
+        if self._definitions.get(definition.id) == definition:  # and nobody changed it meanwhile
+            missed = definition.missed - self._count(definition, due_us, now_us)
+            self._store(msgspec.structs.replace(definition, next_us=due_us, missed=missed))
+
     def next_due_us(self) -> int | None:
         """When the next definition fires, or None."""
         due = self._timers.next_due()

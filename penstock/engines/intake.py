@@ -154,6 +154,7 @@ class Intake:
 
     def _check_room(self, draft: Draft) -> None:
         if draft.deliver_at_us is not None:
+            self.check_partition(draft)  # now: later there is nobody to be told
             self._engine.state.schedule.delayed.check_room(draft.count)
         if self._engine.housekeeper.shortage_bytes:
             raise DiskFull(
@@ -164,13 +165,8 @@ class Intake:
 
     def split(self, draft: Draft) -> list[tuple[Draft, int]]:
         """One draft for each partition its keys fall into."""
-        count = self._engine.state.topics[draft.topic].partitions
+        count = self.check_partition(draft)
         if draft.partition is not None:
-            if not 0 <= draft.partition < count:
-                raise UnknownTopic(
-                    f"{draft.topic!r} has partitions 0 to {count - 1}, not {draft.partition}",
-                    topic=draft.topic,
-                )
             return [(draft, draft.partition)]
         if count == 1:
             return [(draft, 0)]
@@ -181,6 +177,16 @@ class Intake:
         if draft.count == 1:
             return [(draft, fallback if keys[0] is None else partition_of(keys[0], count))]
         return _by_partition(draft, partitions_of(keys, count, fallback).tolist())
+
+    def check_partition(self, draft: Draft) -> int:
+        """How many partitions the topic has; raises when a draft asks for one that is not there."""
+        count = self._engine.state.topics[draft.topic].partitions
+        if draft.partition is not None and not 0 <= draft.partition < count:
+            raise UnknownTopic(
+                f"{draft.topic!r} has partitions 0 to {count - 1}, not {draft.partition}",
+                topic=draft.topic,
+            )
+        return count
 
     async def _delay(self, draft: Draft) -> Receipt:
         await self._engine.topics.ensure(SCHEDULED)
