@@ -14,6 +14,7 @@ One task owns all state and writes commits; another process seals. The parts:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
@@ -51,6 +52,7 @@ from penstock.log.recovery import Recovered, open_for_writing
 from penstock.model.batch import EventBatch
 from penstock.model.errors import (
     BusClosed,
+    DiskFull,
     PenstockError,
 )
 from penstock.model.event import Event, Receipt
@@ -152,6 +154,7 @@ class EmbeddedEngine:
         self.timekeeper = Timekeeper(self)
         self.administration = Administration(self)
         self.housekeeper = Housekeeper(self)
+        self.audit.start()
         self.commits.start()
         ended = self.groups.restore()
         ended += [
@@ -159,7 +162,8 @@ class EmbeddedEngine:
             for topic, spec in self.state.topics.items()
             if spec.ephemeral
         ]
-        await self.intake.submit([], entries=ended)
+        with contextlib.suppress(DiskFull):  # then they end with the next life
+            await self.intake.submit([], entries=ended)
         for group in list(self.dispatcher.groups.values()):
             self.dispatcher.pump(group)
         # Before anybody publishes: a side file is written before the entry that names it.
@@ -178,9 +182,11 @@ class EmbeddedEngine:
                 group.leave(member, self.runtime.now())
             self.dispatcher.pump(group)
         try:
-            await self.graveyard.settled()
+            # On a full disk the next life finds in the journal what is doomed, and what is not audited.
+            with contextlib.suppress(DiskFull):
+                await self.graveyard.settled()
             await self.commits.close()
-            await self.audit.settled()
+            await self.audit.end()
         finally:
             for log in self.groups.logs.values():
                 log.stop(closed)

@@ -75,3 +75,68 @@ async def _read(path: Path, settings):
     async with penstock.connect(f"{path}?mode=ro", settings=settings) as bus:
         async for event in bus.replay("orders"):
             yield event
+
+
+def take_all(folder: Path) -> Path:
+    """Fill the disk to the last block; gives back the file that does."""
+    ballast = folder / "ballast"
+    with ballast.open("ab", buffering=0) as file:
+        try:
+            while True:
+                file.write(b"\1" * 4_096)
+        except OSError:
+            pass
+    return ballast
+
+
+async def act(bus: penstock.Bus, first: int, count: int = 20) -> None:
+    """Do what operators do, until the audit trail has outgrown its last block."""
+    for offset in range(first, first + count):
+        await bus.dead_letters.dead_letter(
+            f"orders/0/{offset}", consumer="g", topic="orders", actor="me", reason="x" * 500
+        )
+
+
+async def test_an_audit_trail_without_room(small_disk, small) -> None:
+    """It is not shown with gaps, nobody waits for it, it stops no start, and it catches up."""
+    settings = small(sealing__enabled=False)
+    async with penstock.connect(small_disk / "data", settings=settings) as bus:
+        for _ in range(60):
+            await bus.publish("orders", b"x")
+        take_all(small_disk)
+        await act(bus, 0)
+        for question in (bus.audit.query, bus.audit.verify):
+            with pytest.raises(penstock.DiskFull, match="audit trail lacks the last actions"):
+                await asyncio.wait_for(question(), 5)
+        async with asyncio.timeout(5):
+            await bus.close()
+    take_all(small_disk)
+    async with penstock.connect(small_disk / "data", settings=settings) as bus:
+        assert len([event async for event in bus.replay("orders")]) == 60
+        with pytest.raises(penstock.DiskFull):
+            await bus.audit.query()
+        take_all(small_disk).unlink()
+        await asyncio.sleep(2.5)
+        await act(bus, 20)
+        assert len(await bus.audit.query(operation="dlq.dead-letter")) == 40
+        assert (await bus.audit.verify()).ok
+
+
+async def test_dead_letters_without_room_keep_no_bus_open(small_disk, small) -> None:
+    """They wait for room; a flush says so, the bus closes all the same, and they are buried later."""
+    settings = small(sealing__enabled=False, delivery__max_attempts=1)
+    async with penstock.connect(small_disk / "data", settings=settings) as bus:
+        await bus.publish("orders", b"x" * 100_000)
+        take_all(small_disk)
+        async with bus.subscribe("orders", group="g") as sub:
+            event = await sub.get(timeout_s=10)
+            await fill(bus)
+            await event.reject("broken")
+            with pytest.raises(penstock.DiskFull):
+                await asyncio.wait_for(bus.flush(), 5)
+        async with asyncio.timeout(5):
+            await bus.close()
+    (small_disk / "ballast").unlink()
+    async with penstock.connect(small_disk / "data", settings=settings) as bus, asyncio.timeout(10):
+        while not await bus.dead_letters.list():
+            await asyncio.sleep(0.05)
