@@ -277,7 +277,7 @@ class Graveyard:
             # Its return to the group goes into the same entry: a crash between two would lose it.
             return [*group.drain(), DeadReplayed(id), audit]
 
-        await self._engine.intake.submit([], when_taken=entries)
+        await self._engine.intake.submit([], when_taken=entries, brings_news=True)
         self.revived(letter.tenant, letter.topic)
         self._engine.dispatcher.touched(group)
 

@@ -207,10 +207,12 @@ class Intake:
         entries: Sequence[Entry] = (),
         when_taken: Callable[[list[Receipt]], list[Entry]] | None = None,
         check: Callable[[], None] | None = None,
+        brings_news: bool = False,
     ) -> list[Receipt]:
         """Write drafts and entries as one: all of it is durable when it returns, or none of it is.
 
-        Receipts are one for each draft, however many partitions its events go to.
+        Receipts are one for each draft, however many partitions its events go to. `brings_news` says
+        that `when_taken` drains a group.
         """
         if not drafts and not entries and when_taken is None:
             return []
@@ -235,6 +237,7 @@ class Intake:
             list(entries),
             with_places if when_taken is not None else None,
             check,
+            brings_news,
         )
         return _by_draft(drafts, shares, receipts)
 
@@ -258,6 +261,7 @@ class Intake:
         entries: list[Entry] | None = None,
         when_taken: Callable[[list[Receipt]], list[Entry]] | None = None,
         check: Callable[[], None] | None = None,
+        brings_news: bool = False,
     ) -> list[Receipt]:
         if drafts:
             await self._engine.brake.wait(size)
@@ -267,6 +271,7 @@ class Intake:
             submission.entries = entries
         submission.when_taken = when_taken
         submission.check = check
+        submission.brings_news = brings_news
         receipts: list[Receipt] = await self._engine.commits.submit(submission)
         return receipts
 

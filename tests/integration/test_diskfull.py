@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import penstock
+from penstock.testing.broker_process import BrokerProcess
 
 MIB = 1 << 20
 
@@ -140,3 +141,32 @@ async def test_dead_letters_without_room_keep_no_bus_open(small_disk, small) -> 
     async with penstock.connect(small_disk / "data", settings=settings) as bus, asyncio.timeout(10):
         while not await bus.dead_letters.list():
             await asyncio.sleep(0.05)
+
+
+async def refused(bus: penstock.Bus, size: int) -> None:
+    """Publish until there is no room for so many bytes."""
+    with pytest.raises(penstock.DiskFull):
+        while True:
+            await bus.publish("orders", b"x" * size)
+
+
+async def test_who_comes_to_a_full_broker_is_let_in(small_disk) -> None:
+    """Small publishes, or a busy consumer, left no room to note a new client: operators were locked out."""
+    settings = {"journal__file_bytes": MIB, "sealing__enabled": False}
+    broker = await asyncio.to_thread(BrokerProcess(small_disk / "data").start, **settings)
+    try:
+        async with penstock.connect(broker.url()) as bus:
+            await bus.publish("orders", b"x")
+            take_all(small_disk)
+            for size in (10_000, 1_000, 1):
+                await refused(bus, size)
+            async with penstock.connect(broker.url()) as late:
+                assert [each.name for each in await late.topics.list()] == ["orders"]
+            retry = penstock.Retry((1,), 1_000)
+            async with bus.subscribe("orders", group="g", retry=retry) as events:
+                while (event := await events.get(timeout_s=2)) is not None:
+                    await event.nack()
+            async with penstock.connect(broker.url()) as operator, asyncio.timeout(5):
+                await operator.topics.configure("orders", retention_age_s=60.0)
+    finally:
+        assert await asyncio.to_thread(broker.stop) == 0
