@@ -34,7 +34,8 @@ class AuditTrail:
         """Everything before this journal position is in the chain."""
         self._turn = asyncio.Lock()
         self._errands = Errands()
-        self._failed = False
+        self.failure: str | None = None
+        """Why nothing more is chained in this life; the next one catches up."""
         self._late = [_chained(entry, ref) for ref, entry in recovered.audited]
         """What the last life left in the journal only."""
         try:
@@ -72,7 +73,7 @@ class AuditTrail:
         ]
         if entries:
             self._follow(entries, end)
-        elif not self._errands and not self._failed:
+        elif not self._errands and self.failure is None:
             self.position = end
 
     def _follow(self, entries: list[AuditEntry], end: int) -> None:
@@ -81,7 +82,7 @@ class AuditTrail:
     async def _append(self, entries: list[AuditEntry], end: int) -> None:
         async with self._turn:
             # While it is not in the chain it must stay in the journal: nothing is sealed past it.
-            while not (self._failed or self._errands.ending):
+            while self.failure is None and not self._errands.ending:
                 try:
                     await self._engine.runtime.read(self.log.append_missing, entries)
                     self._errands.full = None
@@ -89,8 +90,8 @@ class AuditTrail:
                     return
                 except DiskFull as error:
                     await self._errands.waits(error)
-                except PenstockError:
-                    self._failed = True  # the next life catches up from the journal
+                except PenstockError as error:
+                    self.failure = error.message
                     raise
 
     async def settled(self) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
@@ -54,10 +55,13 @@ from penstock.model.errors import (
     BusClosed,
     DiskFull,
     PenstockError,
+    Rejected,
 )
 from penstock.model.event import Event, Receipt
 from penstock.model.settings import Settings
 from penstock.model.token import TokenSource
+
+log = logging.getLogger("penstock.engines")
 
 ROUTES = "routes.json"
 CAPABILITIES = frozenset(
@@ -224,6 +228,8 @@ class EmbeddedEngine:
         except PenstockError as error:
             if self.is_open:
                 self.housekeeper.problem = str(error)
+                if not isinstance(error, Rejected):  # which is tried again
+                    log.error("something behind the bus failed: %s", error)
 
     def _hurry(self) -> None:
         self.commits.hurry()

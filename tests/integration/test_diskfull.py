@@ -150,10 +150,11 @@ async def refused(bus: penstock.Bus, size: int) -> None:
             await bus.publish("orders", b"x" * size)
 
 
-async def test_who_comes_to_a_full_broker_is_let_in(small_disk) -> None:
-    """Small publishes, or a busy consumer, left no room to note a new client: operators were locked out."""
+async def test_who_comes_to_a_full_broker_is_let_in(small_disk, tmp_path) -> None:
+    """Small publishes, or a busy consumer, left no room to note a new client; and the log was silent."""
     settings = {"journal__file_bytes": MIB, "sealing__enabled": False}
-    broker = await asyncio.to_thread(BrokerProcess(small_disk / "data").start, **settings)
+    log = (tmp_path / "log").open("wb")
+    broker = await asyncio.to_thread(BrokerProcess(small_disk / "data", log=log).start, **settings)
     try:
         async with penstock.connect(broker.url()) as bus:
             await bus.publish("orders", b"x")
@@ -168,5 +169,11 @@ async def test_who_comes_to_a_full_broker_is_let_in(small_disk) -> None:
                     await event.nack()
             async with penstock.connect(broker.url()) as operator, asyncio.timeout(5):
                 await operator.topics.configure("orders", retention_age_s=60.0)
+            take_all(small_disk).unlink()
+            async with asyncio.timeout(10):
+                while "trouble is over  part=disk" not in (tmp_path / "log").read_text():
+                    await asyncio.sleep(0.1)
+            assert "warning trouble  part=disk" in (tmp_path / "log").read_text()
     finally:
         assert await asyncio.to_thread(broker.stop) == 0
+        log.close()
