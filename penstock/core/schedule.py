@@ -265,6 +265,13 @@ class Recurring:
         missed = 0 if before is None else before.missed
         return self._store(msgspec.structs.replace(definition, next_us=next_us, missed=missed))
 
+    def undo(self, put: Definition, before: Definition | None) -> None:
+        """What was put could not be kept: have what was there before, unless it changed again."""
+        if self._definitions.get(put.id) == put:
+            self.remove(put.id)
+            if before is not None:
+                self.restore([*self.definitions(), before])
+
     def remove(self, id: str) -> Definition:
         """Forget a definition and give it back."""
         definition = self.get(id)

@@ -324,7 +324,15 @@ class EmbeddedEngine:
     async def save_routes(self) -> None:
         """Write the route catalogue, atomically."""
         async with self._saving:  # two writes at once would share a temporary file
-            await self.runtime.read(write_file, self.disk, ROUTES, [self.routes.encode()])
+            data = self.routes.encode()
+            try:
+                await self.runtime.read(write_file, self.disk, ROUTES, [data])
+            except OSError as error:
+                raise DiskFull(
+                    f"the route catalogue could not be written ({error.strerror}); nothing was "
+                    "changed. Free some space, then try again",
+                    retry_after_s=1.0,
+                ) from error
 
     async def flush(self) -> None:
         """Everything settled so far is durable when it returns."""

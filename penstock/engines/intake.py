@@ -208,11 +208,12 @@ class Intake:
         when_taken: Callable[[list[Receipt]], list[Entry]] | None = None,
         check: Callable[[], None] | None = None,
         brings_news: bool = False,
+        for_publish: bool = False,
     ) -> list[Receipt]:
         """Write drafts and entries as one: all of it is durable when it returns, or none of it is.
 
         Receipts are one for each draft, however many partitions its events go to. `brings_news` says
-        that `when_taken` drains a group.
+        that `when_taken` drains a group, `for_publish` that a publish needs these entries.
         """
         if not drafts and not entries and when_taken is None:
             return []
@@ -238,6 +239,7 @@ class Intake:
             with_places if when_taken is not None else None,
             check,
             brings_news,
+            for_publish,
         )
         return _by_draft(drafts, shares, receipts)
 
@@ -262,6 +264,7 @@ class Intake:
         when_taken: Callable[[list[Receipt]], list[Entry]] | None = None,
         check: Callable[[], None] | None = None,
         brings_news: bool = False,
+        for_publish: bool = False,
     ) -> list[Receipt]:
         if drafts:
             await self._engine.brake.wait(size)
@@ -272,6 +275,7 @@ class Intake:
         submission.when_taken = when_taken
         submission.check = check
         submission.brings_news = brings_news
+        submission.for_publish |= for_publish
         receipts: list[Receipt] = await self._engine.commits.submit(submission)
         return receipts
 

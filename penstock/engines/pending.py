@@ -20,8 +20,8 @@ class Submission:
     """Drafts and entries that go into the journal together."""
 
     __slots__ = (
-        "brings_news", "check", "drafts", "entries", "future", "partitions", "position", "receipts", "size", "tenant",
-        "when_taken", "written",
+        "brings_news", "check", "drafts", "entries", "for_publish", "future", "partitions", "position",
+        "receipts", "size", "tenant", "when_taken", "written",
     )  # fmt: skip
 
     def __init__(
@@ -45,6 +45,8 @@ class Submission:
         self.receipts: list[Receipt] = []
         self.check: Callable[[], None] | None = None
         """Last objection before the submission is taken: raises, and nothing of it happens."""
+        self.for_publish = bool(drafts)
+        """Whether it is events, or what they need: such as do not use the room that is kept back."""
         self.brings_news = False
         """Whether `when_taken` also gives what a group has settled and leased."""
         self.when_taken: Callable[[list[Receipt]], list[Entry]] | None = None

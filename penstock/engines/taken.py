@@ -32,7 +32,7 @@ class Taken:
     ) -> bool:
         """Whether there is room for a submission with which `size` bytes more are in the commit."""
         size += frame_bytes(0)
-        if submission.drafts:
+        if submission.for_publish:
             # Without room for what was settled there is none for new events either.
             return self.drained and journal.fits(self.commit, size)
         if submission.brings_news and not self.drained:

@@ -13,7 +13,6 @@ it wakes up, the broker's loop waits for it.
 from __future__ import annotations
 
 import datetime
-import errno
 import logging
 import queue
 import re
@@ -24,12 +23,13 @@ from typing import Any, Literal, TextIO
 
 import msgspec
 
+from penstock.log.disk import NO_ROOM
+
 ROOT = "penstock"
 QUEUE_LINES = 10_000  # a few MB: minutes of a busy broker, and never more than that in memory
 GATHER_S = 0.05  # from a line to its being written, with all that came meanwhile
 FLUSH_S = 2.0  # how long an ending process waits for its reader; after that the lines are lost
 MAX_FIELD_CHARS = 2_000  # a peer may choose what is in a field: it gets no more room than this
-FULL = (errno.ENOSPC, errno.EDQUOT)
 OWN = frozenset({"time", "level", "event", "logger", "error"})
 """Names of a line itself; a field of that name is shown as `field_...`."""
 _BARE = frozenset(
@@ -118,7 +118,7 @@ class Background(logging.Handler):
             self._stream.flush()
             self.unwritten = 0
         except OSError as error:
-            if error.errno not in FULL:
+            if error.errno not in NO_ROOM:
                 raise
             self.unwritten += len(lines)
 

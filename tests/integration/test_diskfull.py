@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import penstock
+from penstock.core.catalogue import Route
 from penstock.testing.broker_process import BrokerProcess
 
 MIB = 1 << 20
@@ -177,3 +178,30 @@ async def test_who_comes_to_a_full_broker_is_let_in(small_disk, tmp_path) -> Non
     finally:
         assert await asyncio.to_thread(broker.stop) == 0
         log.close()
+
+
+def test_a_change_that_cannot_be_kept_is_not_in_force(world) -> None:
+    """A route or schedule that was refused worked on until the restart, without an audit record."""
+    here = world(22, sealing__enabled=False)
+
+    async def full(bus: penstock.Bus) -> None:
+        await bus.schedules.put("there", "jobs.run", b"old", every="1h")
+        await bus.publish("orders", b"x")
+        here.disk.capacity_bytes = 0
+        with pytest.raises(penstock.DiskFull, match="nothing was changed"):
+            await bus.routes.put(Route("orders.#", "billing"))
+        assert await bus.routes.list() == []
+        with pytest.raises(penstock.DiskFull):
+            for number in range(100_000):
+                await bus.topics.create(f"topic{number}")
+        for name in ("there", "new"):
+            with pytest.raises(penstock.DiskFull):
+                await bus.schedules.put(name, "jobs.run", b"new", every="2h")
+        assert [(each.id, each.payload) for each in await bus.schedules.list()] == [
+            ("there", b"old")
+        ]
+        here.disk.capacity_bytes = None
+        await asyncio.sleep(5)
+        assert {each.operation for each in await bus.audit.query()} == {"schedule.put"}
+
+    here.run(full)
