@@ -104,7 +104,7 @@ def _statuses(endpoint: Endpoint) -> list[int]:
     """The errors an endpoint can answer with."""
     if not endpoint.needs:
         return [503] if endpoint.path == "/ready" else []
-    found = {400, 401, 403, 404, 500, 503}
+    found = {400, 401, 403, 404, 431, 500, 503}
     if endpoint.method != "GET":
         found |= {409, 429}
     if endpoint.method != "GET" or endpoint.asks in (QueryAudit, VerifyAudit):
