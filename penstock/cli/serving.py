@@ -24,7 +24,6 @@ from penstock.server.ports import (
     write_ports,
 )
 from penstock.server.reload import Reloader
-from penstock.server.troubles import Troubles, troubles_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -135,10 +134,8 @@ class Serving:
         """Until a signal comes, or the engine cannot write any more; returns that error."""
         self._reloader = Reloader(daemon.engine.admission, self._settings, self._load, self._config)
         watching = asyncio.ensure_future(self._reloader.watch())
-        troubles = Troubles()
         try:
             while not self._stopping.is_set():
-                troubles.report(troubles_of(daemon.engine))
                 failed = daemon.engine.commits.failed
                 if failed is not None:
                     return failed

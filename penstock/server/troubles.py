@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping
 
@@ -10,6 +11,7 @@ from penstock.server.metrics_engine import disk_full
 
 log = logging.getLogger("penstock.server")
 
+LOOK_S = 0.5
 PARTS = ("writer", "housekeeping", "disk", "audit")
 
 
@@ -39,6 +41,12 @@ class Troubles:
 
     def __init__(self) -> None:
         self._known: set[str] = set()
+
+    async def watch(self, engine: EmbeddedEngine) -> None:
+        """Look again and again, for as long as it is not cancelled."""
+        while True:
+            self.report(troubles_of(engine))
+            await asyncio.sleep(LOOK_S)
 
     def report(self, now: Mapping[str, str]) -> list[str]:
         """Log what began and what ended since the last time; returns the parts it was about."""
