@@ -265,6 +265,13 @@ class Recurring:
         missed = 0 if before is None else before.missed
         return self._store(msgspec.structs.replace(definition, next_us=next_us, missed=missed))
 
+    def undo(self, put: Definition, before: Definition | None) -> None:
+        """What was put could not be kept: have what was there before, unless it changed again."""
+        if self._definitions.get(put.id) == put:
+            self.remove(put.id)
+            if before is not None:
+                self.restore([*self.definitions(), before])
+
     def remove(self, id: str) -> Definition:
         """Forget a definition and give it back."""
         definition = self.get(id)
@@ -299,6 +306,12 @@ class Recurring:
             )
             found.append((self._store(definition), due_us))
         return found
+
+    def put_back(self, definition: Definition, due_us: int, now_us: int) -> None:
+        """What `due` gave out at `now_us` could not be published: it stays due."""
+        if self._definitions.get(definition.id) == definition:  # and nobody changed it meanwhile
+            missed = definition.missed - self._count(definition, due_us, now_us)
+            self._store(msgspec.structs.replace(definition, next_us=due_us, missed=missed))
 
     def next_due_us(self) -> int | None:
         """When the next definition fires, or None."""

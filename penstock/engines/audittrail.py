@@ -8,11 +8,13 @@ catches up.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from penstock.core.audit import AuditEntry, State
 from penstock.core.entry import Audited
+from penstock.engines.errands import Errands
 from penstock.engines.pending import Submission
 from penstock.log.auditlog import AuditLog
 from penstock.model.errors import DiskFull, PenstockError
@@ -28,12 +30,24 @@ class AuditTrail:
         recovered = engine.recovered
         self._engine = engine
         self.log = AuditLog.open(engine.disk, now_us=engine.runtime.wall_us(), entropy=entropy)
-        self.log.append_missing(_chained(entry, ref) for ref, entry in recovered.audited)
         self.position = recovered.position
         """Everything before this journal position is in the chain."""
         self._turn = asyncio.Lock()
-        self._waiting: set[asyncio.Task[None]] = set()
-        self._failed = False
+        self._errands = Errands()
+        self.failure: str | None = None
+        """Why nothing more is chained in this life; the next one catches up."""
+        self._late = [_chained(entry, ref) for ref, entry in recovered.audited]
+        """What the last life left in the journal only."""
+        try:
+            self.log.append_missing(self._late)
+            self._late = []
+        except DiskFull:  # no reason not to start: it is in the journal, and follows
+            self.position = self._late[0].ref
+
+    def start(self) -> None:
+        """Catch up with what the last life could not chain, as soon as there is room."""
+        if self._late:
+            self._follow(self._late, self._engine.recovered.position)
 
     def entry(
         self,
@@ -58,30 +72,44 @@ class AuditTrail:
             )
         ]
         if entries:
-            task = self._engine.spawn(self._append(entries, end))
-            self._waiting.add(task)
-            task.add_done_callback(self._waiting.discard)
-        elif not self._waiting and not self._failed:
+            self._follow(entries, end)
+        elif not self._errands and self.failure is None:
             self.position = end
+
+    def _follow(self, entries: list[AuditEntry], end: int) -> None:
+        self._errands.add(self._engine.spawn(self._append(entries, end)))
 
     async def _append(self, entries: list[AuditEntry], end: int) -> None:
         async with self._turn:
             # While it is not in the chain it must stay in the journal: nothing is sealed past it.
-            while not self._failed:
+            while self.failure is None and not self._errands.ending:
                 try:
                     await self._engine.runtime.read(self.log.append_missing, entries)
-                    break
+                    self._errands.full = None
+                    self.position = max(self.position, end)
+                    return
                 except DiskFull as error:
-                    await asyncio.sleep(error.retry_after_s)
-                except PenstockError:
-                    self._failed = True  # the next life catches up from the journal
+                    await self._errands.waits(error)
+                except PenstockError as error:
+                    self.failure = error.message
                     raise
-        if not self._failed:
-            self.position = max(self.position, end)
 
     async def settled(self) -> None:
-        """Return when everything committed so far is in the chain."""
-        await asyncio.gather(*self._waiting, return_exceptions=True)
+        """Return when all that is committed is in the chain; raises DiskFull when that waits for room."""
+        try:
+            await self._errands.settled()
+        except DiskFull as error:
+            raise DiskFull(
+                "the disk is full, and the audit trail lacks the last actions; the journal has them, "
+                "and nothing is lost. Free some space, then ask again",
+                retry_after_s=error.retry_after_s,
+            ) from error
+
+    async def end(self) -> None:
+        """Append what there is room for, and leave the rest to the next life."""
+        with contextlib.suppress(DiskFull):
+            await self.settled()
+        await self._errands.end()  # the file is closed next: nobody may be writing to it
 
     def close(self) -> None:
         """Sign the end and release the files."""

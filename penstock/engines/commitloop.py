@@ -21,7 +21,7 @@ from penstock.engines.runtime import Runtime
 from penstock.engines.taken import Taken, refuse
 from penstock.engines.turnstile import Turnstile
 from penstock.engines.writer import SIDE_BY_SIDE, Writer, Writing
-from penstock.log.frame import CONTROL, frame_bytes
+from penstock.log.frame import CONTROL
 from penstock.log.journal import Journal
 from penstock.model.errors import BusClosed, DiskFull, PenstockError, WriterFailed
 from penstock.model.settings import Settings
@@ -314,11 +314,10 @@ class CommitLoop:
             self._drain(taken)
         if self._pending:
             before = len(commit)
-            # Without room for what was settled there is none for new events either.
             chosen = self._pending.take(
                 self._settings.journal.commit_max_bytes,
                 self._settings.journal.tenant_quantum_bytes,
-                lambda size: taken.drained and self._journal.fits(commit, size + frame_bytes(0)),
+                lambda each, size: taken.fits(self._journal, each, size, self._source.news_bytes),
                 self._busy(),
             )
             if not chosen and len(commit) == before and self._full is not None:

@@ -16,6 +16,7 @@ from penstock.core.entry import Acked, Audited, Dead, DeadPurged, DeadReplayed, 
 from penstock.core.lease import Doomed
 from penstock.core.state import DeadLetter
 from penstock.engines.engine import Draft
+from penstock.engines.errands import Errands
 from penstock.engines.operator_rules import (
     check_consumer,
     check_count,
@@ -113,7 +114,7 @@ class Graveyard:
         self.revived: Callable[[str, str], None] = lambda tenant, topic: None
         """Told of every dead letter that was given back."""
         self._engine = engine
-        self._burials: set[asyncio.Task[None]] = set()
+        self._burials = Errands()
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     # -- burying -------------------------------------------------------------------------------
@@ -122,13 +123,12 @@ class Graveyard:
         """Take a machine's doomed events and store them among the dead letters."""
         doomed, group.doomed = group.doomed, []
         for start in range(0, len(doomed), BURY_CHUNK):
-            task = self._engine.spawn(self._bury(group, doomed[start : start + BURY_CHUNK]))
-            self._burials.add(task)
-            task.add_done_callback(self._burials.discard)
+            chunk = doomed[start : start + BURY_CHUNK]
+            self._burials.add(self._engine.spawn(self._bury(group, chunk)))
 
     async def settled(self) -> None:
-        """Return when everything doomed so far is buried."""
-        await asyncio.gather(*self._burials, return_exceptions=True)
+        """Return when everything doomed so far is buried; raises DiskFull when it waits for room."""
+        await self._burials.settled()
 
     async def _bury(self, group: QueueGroup, doomed: Sequence[Doomed]) -> None:
         found: list[tuple[Doomed, Event]] = []
@@ -166,9 +166,10 @@ class Graveyard:
         while True:
             try:
                 await self._engine.intake.submit(drafts, when_taken=entries)
+                self._burials.full = None
                 break
             except Rejected as error:  # the disk is full: they stay doomed until there is room
-                await asyncio.sleep(error.retry_after_s)
+                await self._burials.waits(error)
         for _, event in found:
             self.buried(event.tenant, event.topic)
         self._engine.dispatcher.touched(group)
@@ -276,7 +277,7 @@ class Graveyard:
             # Its return to the group goes into the same entry: a crash between two would lose it.
             return [*group.drain(), DeadReplayed(id), audit]
 
-        await self._engine.intake.submit([], when_taken=entries)
+        await self._engine.intake.submit([], when_taken=entries, brings_news=True)
         self.revived(letter.tenant, letter.topic)
         self._engine.dispatcher.touched(group)
 

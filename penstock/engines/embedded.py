@@ -14,6 +14,8 @@ One task owns all state and writes commits; another process seals. The parts:
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
@@ -51,11 +53,15 @@ from penstock.log.recovery import Recovered, open_for_writing
 from penstock.model.batch import EventBatch
 from penstock.model.errors import (
     BusClosed,
+    DiskFull,
     PenstockError,
+    Rejected,
 )
 from penstock.model.event import Event, Receipt
 from penstock.model.settings import Settings
 from penstock.model.token import TokenSource
+
+log = logging.getLogger("penstock.engines")
 
 ROUTES = "routes.json"
 CAPABILITIES = frozenset(
@@ -152,6 +158,7 @@ class EmbeddedEngine:
         self.timekeeper = Timekeeper(self)
         self.administration = Administration(self)
         self.housekeeper = Housekeeper(self)
+        self.audit.start()
         self.commits.start()
         ended = self.groups.restore()
         ended += [
@@ -159,7 +166,8 @@ class EmbeddedEngine:
             for topic, spec in self.state.topics.items()
             if spec.ephemeral
         ]
-        await self.intake.submit([], entries=ended)
+        with contextlib.suppress(DiskFull):  # then they end with the next life
+            await self.intake.submit([], entries=ended)
         for group in list(self.dispatcher.groups.values()):
             self.dispatcher.pump(group)
         # Before anybody publishes: a side file is written before the entry that names it.
@@ -178,9 +186,11 @@ class EmbeddedEngine:
                 group.leave(member, self.runtime.now())
             self.dispatcher.pump(group)
         try:
-            await self.graveyard.settled()
+            # On a full disk the next life finds in the journal what is doomed, and what is not audited.
+            with contextlib.suppress(DiskFull):
+                await self.graveyard.settled()
             await self.commits.close()
-            await self.audit.settled()
+            await self.audit.end()
         finally:
             for log in self.groups.logs.values():
                 log.stop(closed)
@@ -218,6 +228,8 @@ class EmbeddedEngine:
         except PenstockError as error:
             if self.is_open:
                 self.housekeeper.problem = str(error)
+                if not isinstance(error, Rejected):  # which is tried again
+                    log.error("something behind the bus failed: %s", error)
 
     def _hurry(self) -> None:
         self.commits.hurry()
@@ -312,7 +324,15 @@ class EmbeddedEngine:
     async def save_routes(self) -> None:
         """Write the route catalogue, atomically."""
         async with self._saving:  # two writes at once would share a temporary file
-            await self.runtime.read(write_file, self.disk, ROUTES, [self.routes.encode()])
+            data = self.routes.encode()
+            try:
+                await self.runtime.read(write_file, self.disk, ROUTES, [data])
+            except OSError as error:
+                raise DiskFull(
+                    f"the route catalogue could not be written ({error.strerror}); nothing was "
+                    "changed. Free some space, then try again",
+                    retry_after_s=1.0,
+                ) from error
 
     async def flush(self) -> None:
         """Everything settled so far is durable when it returns."""

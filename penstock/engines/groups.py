@@ -336,6 +336,6 @@ class Groups:
                     intervention.reset(machine, machine.lanes[place], offset)
             return [*written, *extra]
 
-        await self._engine.intake.submit([], when_taken=entries)
+        await self._engine.intake.submit([], when_taken=entries, brings_news=True)
         if machine is not None:
             self._engine.dispatcher.touched(machine)

@@ -154,6 +154,8 @@ class Intake:
 
     def _check_room(self, draft: Draft) -> None:
         if draft.deliver_at_us is not None:
+            if draft.partition is not None:  # now: later there is nobody to be told
+                known_partition(self._engine.state, draft.topic, draft.partition)
             self._engine.state.schedule.delayed.check_room(draft.count)
         if self._engine.housekeeper.shortage_bytes:
             raise DiskFull(
@@ -197,10 +199,13 @@ class Intake:
         entries: Sequence[Entry] = (),
         when_taken: Callable[[list[Receipt]], list[Entry]] | None = None,
         check: Callable[[], None] | None = None,
+        brings_news: bool = False,
+        for_publish: bool = False,
     ) -> list[Receipt]:
         """Write drafts and entries as one: all of it is durable when it returns, or none of it is.
 
-        Receipts are one for each draft, however many partitions its events go to.
+        Receipts are one for each draft, however many partitions its events go to. `brings_news` says
+        that `when_taken` drains a group, `for_publish` that a publish needs these entries.
         """
         if not drafts and not entries and when_taken is None:
             return []
@@ -225,6 +230,8 @@ class Intake:
             list(entries),
             with_places if when_taken is not None else None,
             check,
+            brings_news,
+            for_publish,
         )
         return _by_draft(drafts, shares, receipts)
 
@@ -248,6 +255,8 @@ class Intake:
         entries: list[Entry] | None = None,
         when_taken: Callable[[list[Receipt]], list[Entry]] | None = None,
         check: Callable[[], None] | None = None,
+        brings_news: bool = False,
+        for_publish: bool = False,
     ) -> list[Receipt]:
         if drafts:
             await self._engine.brake.wait(size)
@@ -257,6 +266,8 @@ class Intake:
             submission.entries = entries
         submission.when_taken = when_taken
         submission.check = check
+        submission.brings_news = brings_news
+        submission.for_publish |= for_publish
         receipts: list[Receipt] = await self._engine.commits.submit(submission)
         return receipts
 

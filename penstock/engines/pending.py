@@ -20,8 +20,8 @@ class Submission:
     """Drafts and entries that go into the journal together."""
 
     __slots__ = (
-        "check", "drafts", "entries", "future", "partitions", "position", "receipts", "size", "tenant",
-        "when_taken", "written",
+        "brings_news", "check", "drafts", "entries", "for_publish", "future", "partitions", "position",
+        "receipts", "size", "tenant", "when_taken", "written",
     )  # fmt: skip
 
     def __init__(
@@ -45,6 +45,10 @@ class Submission:
         self.receipts: list[Receipt] = []
         self.check: Callable[[], None] | None = None
         """Last objection before the submission is taken: raises, and nothing of it happens."""
+        self.for_publish = bool(drafts)
+        """Whether it is events, or what they need: such as do not use the room that is kept back."""
+        self.brings_news = False
+        """Whether `when_taken` also gives what a group has settled and leased."""
         self.when_taken: Callable[[list[Receipt]], list[Entry]] | None = None
         """Entries that need the offsets the drafts got."""
 
@@ -87,10 +91,13 @@ class Pending:
         self,
         budget: int,
         quantum: int,
-        fits: Callable[[int], bool],
+        fits: Callable[[Submission, int], bool],
         busy: Collection[str] = (),
     ) -> list[Submission]:
-        """The submissions of one commit, none of a busy tenant's; at least one, if it fits."""
+        """The submissions of one commit, none of a busy tenant's; at least one, if it fits.
+
+        `fits` is asked about each, and how many bytes there would be with it.
+        """
         taken: list[Submission] = []
         if len(self._queues) == 1:
             quantum = budget
@@ -104,7 +111,7 @@ class Pending:
                 or (spent + queue[0].size <= budget and share + queue[0].size <= quantum)
                 or (share == 0 and spent + queue[0].size <= budget)
             ):
-                if not fits(spent + queue[0].size):
+                if not fits(queue[0], spent + queue[0].size):
                     break
                 submission = queue.popleft()
                 spent += submission.size

@@ -17,7 +17,7 @@ from penstock.core.entry import RecurringGone, RecurringPut
 from penstock.core.schedule import Definition
 from penstock.engines import request as ask
 from penstock.engines.operator_rules import check_schedule_id
-from penstock.model.errors import UnknownRoute, UnknownSchedule
+from penstock.model.errors import PenstockError, UnknownRoute, UnknownSchedule
 from penstock.model.topic import check_topic
 
 if TYPE_CHECKING:
@@ -75,13 +75,26 @@ class StandingOrders:
         engine = self._engine
         after = _route_state(self._route(pattern, destination), gone="removed")
         after["version"] = engine.routes.version
-        await engine.save_routes()
         audit = engine.audit.entry(
             actor, operation, f"{pattern} -> {destination}", _route_state(before), after
         )
-        await engine.intake.submit(
-            [], when_taken=lambda _: [*engine.groups.routes_changed(), audit]
-        )
+        try:
+            await engine.save_routes()
+            await engine.intake.submit(
+                [], when_taken=lambda _: [*engine.groups.routes_changed(), audit]
+            )
+        except PenstockError:
+            await self._undo(pattern, destination, before)
+            raise
+
+    async def _undo(self, pattern: str, destination: str, before: Route | None) -> None:
+        """A change that could not be kept is not in force either."""
+        if before is not None:
+            self._engine.routes.put(before)
+        elif self._route(pattern, destination) is not None:
+            self._engine.routes.remove(pattern, destination)
+        with suppress(PenstockError):  # the file may still be as it was
+            await self._engine.save_routes()
 
     async def resolve_route(self, request: ask.ResolveRoute) -> Any:
         """The routes an event of a topic takes."""
@@ -113,7 +126,11 @@ class StandingOrders:
             _schedule_state(definition),
         )  # fmt: skip
         put = RecurringPut(request.id, msgspec.msgpack.encode(definition))
-        await engine.intake.write_entries([put, audit])
+        try:
+            await engine.intake.write_entries([put, audit])
+        except PenstockError:
+            recurring.undo(definition, before)
+            raise
         engine.timekeeper.wake()
         return definition
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from penstock.core.lease import Lease
 from penstock.engines.layout import Placed
 from penstock.engines.pending import Submission
-from penstock.log.journal import Commit
+from penstock.log.frame import frame_bytes
+from penstock.log.journal import Commit, Journal
 from penstock.model.errors import PenstockError
 
 
@@ -25,6 +26,18 @@ class Taken:
         self.placed: list[Placed] = []
         self.leases: list[Lease] = []
         self.flushes: list[asyncio.Future[None]] = []
+
+    def fits(
+        self, journal: Journal, submission: Submission, size: int, news_bytes: Callable[[], int]
+    ) -> bool:
+        """Whether there is room for a submission with which `size` bytes more are in the commit."""
+        size += frame_bytes(0)
+        if submission.for_publish:
+            # Without room for what was settled there is none for new events either.
+            return self.drained and journal.fits(self.commit, size)
+        if submission.brings_news and not self.drained:
+            size += news_bytes()
+        return journal.fits(self.commit, size, last=True)
 
     def answer(self, full: PenstockError | None) -> None:
         """It is durable: tell whoever waits; flushes hear that it was not all, when it was not."""

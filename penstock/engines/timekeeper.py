@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.core.entry import Delayed, Entry, Fired, RecurringPut
+from penstock.core.schedule import Definition
 from penstock.engines.engine import Draft
 from penstock.model.column import Headers
-from penstock.model.errors import OffsetExpired, Rejected
+from penstock.model.errors import BusClosed, OffsetExpired, PenstockError, Rejected, WriterFailed
 from penstock.model.event import Event, Receipt
 from penstock.model.token import parse_token
 
@@ -25,6 +26,9 @@ TARGET = "penstock-topic"
 TARGET_PARTITION = "penstock-partition"
 TIME_TO_LIVE = "penstock-expires-us"
 URGENCY = "penstock-priority"
+LABELS = (TARGET, TARGET_PARTITION, TIME_TO_LIVE, URGENCY)
+# The most a label can say: what the column can hold in which it ends.
+MAX_TIME_US, MAX_URGENCY = (1 << 63) - 1, 255
 # Delayed events published in one journal entry.
 FIRE_CHUNK = 256
 # The wall clock may jump; look at it at least this often.
@@ -80,7 +84,8 @@ class Timekeeper:
 
     @staticmethod
     def _labelled(draft: Draft, index: int, headers: Headers | None) -> dict[str, str]:
-        labelled = dict(headers or {})
+        # A header of the client's that is called like a label would be read as one.
+        labelled = {name: text for name, text in (headers or {}).items() if name not in LABELS}
         labelled[TARGET] = draft.topic
         if draft.partition is not None:
             labelled[TARGET_PARTITION] = str(draft.partition)
@@ -102,34 +107,54 @@ class Timekeeper:
         return [Delayed(pairs)] if pairs else []
 
     async def _fire_delayed(self) -> None:
-        engine = self._engine
-        delayed = engine.state.schedule.delayed
-        while offsets := delayed.due(engine.runtime.wall_us(), FIRE_CHUNK):
+        delayed = self._engine.state.schedule.delayed
+        while offsets := delayed.due(self._engine.runtime.wall_us(), FIRE_CHUNK):
             try:
-                if max(offsets) >= engine.log.partition(SCHEDULED, 0).end:
-                    await engine.flush()  # due at once: wait until it is committed itself
-                drafts: list[Draft] = []
-                for offset in offsets:
-                    try:
-                        drafts.append(self._release(await engine.event_at(SCHEDULED, 0, offset)))
-                    except OffsetExpired as error:  # retention keeps them: somebody removed files
-                        log.error("a delayed event is gone: %s", error)
-                for draft in drafts:
-                    await engine.topics.ensure(draft.topic)
-                await engine.intake.submit(drafts, entries=[Fired(offsets)])
+                await self._publish_due(offsets)
             except Rejected:
                 delayed.put_back(offsets)
                 raise
+
+    async def _publish_due(self, offsets: list[int]) -> None:
+        """Publish these together; when one of them cannot be published, the others without it."""
+        try:
+            drafts = [draft for at in offsets if (draft := await self._stored(at)) is not None]
+            await self._engine.intake.submit(drafts, entries=[Fired(offsets)])
+        except (Rejected, BusClosed, WriterFailed):
+            raise
+        except PenstockError as error:
+            if len(offsets) == 1:  # it stays, and is tried again at the next start
+                log.error("a delayed event cannot be published: %s", error)
+                return
+            for at in offsets:
+                await self._publish_due([at])
+
+    async def _stored(self, offset: int) -> Draft | None:
+        """A delayed event as it is to be published, or None when it is gone."""
+        engine = self._engine
+        if offset >= engine.log.partition(SCHEDULED, 0).end:
+            await engine.flush()  # due at once: wait until it is committed itself
+        try:
+            draft = self._release(await engine.event_at(SCHEDULED, 0, offset))
+        except OffsetExpired as error:  # retention keeps them: somebody removed files
+            log.error("a delayed event is gone: %s", error)
+            return None
+        await engine.topics.ensure(draft.topic)
+        partitions = engine.state.topics[draft.topic].partitions
+        if draft.partition is not None and draft.partition >= partitions:
+            # Its topic was deleted meanwhile and has fewer now: it goes where its key belongs.
+            draft.partition = None
+        return draft
 
     @staticmethod
     def _release(event: Event) -> Draft:
         headers = dict(event.headers)
         draft = Draft(headers.pop(TARGET), [event.payload], tenant=event.tenant, codec=event.codec)
-        partition = headers.pop(TARGET_PARTITION, None)
-        expires, urgency = headers.pop(TIME_TO_LIVE, None), headers.pop(URGENCY, None)
-        draft.partition = None if partition is None else int(partition)
-        draft.expires_us = None if expires is None else [int(expires)]
-        draft.priority = None if urgency is None else [int(urgency)]
+        draft.partition = _number(headers.pop(TARGET_PARTITION, None), MAX_TIME_US)
+        expires = _number(headers.pop(TIME_TO_LIVE, None), MAX_TIME_US)
+        urgency = _number(headers.pop(URGENCY, None), MAX_URGENCY)
+        draft.expires_us = None if expires is None else [expires]
+        draft.priority = None if urgency is None else [urgency]
         draft.keys, draft.headers = [event.key], [headers]
         draft.tokens = [parse_token(event.token)]
         draft.times_us = [event.time_us]
@@ -138,16 +163,41 @@ class Timekeeper:
     # -- recurring events ------------------------------------------------------------------------
 
     async def _fire_recurring(self) -> None:
+        recurring, now_us = self._engine.state.schedule.recurring, self._engine.runtime.wall_us()
+        due = recurring.due(now_us)
+        while due:
+            try:
+                await self._publish_tick(*due[0])
+            except Rejected:
+                for definition, due_us in due:
+                    recurring.put_back(definition, due_us, now_us)
+                raise
+            except (BusClosed, WriterFailed):
+                raise
+            except PenstockError as error:
+                log.error("recurring event %r cannot be published: %s", due[0][0].id, error)
+            del due[0]
+
+    async def _publish_tick(self, definition: Definition, due_us: int) -> None:
         engine = self._engine
-        for definition, due_us in engine.state.schedule.recurring.due(engine.runtime.wall_us()):
-            await engine.topics.ensure(definition.topic)
-            draft = Draft(
-                definition.topic,
-                [definition.payload],
-                tenant=engine.topics.tenant_for(definition.topic),
-                codec=definition.codec,
-            )
-            draft.headers = [{**definition.headers, "penstock-schedule": definition.id}]
-            draft.times_us = [due_us]
-            put = RecurringPut(definition.id, msgspec.msgpack.encode(definition))
-            await engine.intake.submit([draft], entries=[put])
+        draft = Draft(
+            definition.topic,
+            [definition.payload],
+            tenant=engine.topics.tenant_for(definition.topic),
+            codec=definition.codec,
+        )
+        draft.headers = [{**definition.headers, "penstock-schedule": definition.id}]
+        draft.times_us = [due_us]
+        put = RecurringPut(definition.id, msgspec.msgpack.encode(definition))
+        await engine.intake.submit([draft], entries=[put])
+
+
+def _number(label: str | None, most: int) -> int | None:
+    """What a label says; None for one that an older broker took over from a client's headers.
+
+    >>> _number("7", 255), _number("9999", 255), _number("soon", 255), _number(None, 255)
+    (7, None, None, None)
+    """
+    if label is None or not label.isascii() or not label.isdigit() or len(label) > len(str(most)):
+        return None
+    return int(label) if int(label) <= most else None

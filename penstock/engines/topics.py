@@ -46,7 +46,7 @@ class Topics:
             async with turnstile:
                 if topic not in self._engine.state.topics:  # or whoever was to make it gave up
                     await self._engine.intake.submit(
-                        [], when_taken=lambda _: self._make(topic, chosen)
+                        [], when_taken=lambda _: self._make(topic, chosen), for_publish=spec is None
                     )
         finally:
             if not turnstile:

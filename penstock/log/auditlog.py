@@ -8,7 +8,6 @@ describes each of them.
 from __future__ import annotations
 
 import contextlib
-import errno
 from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
@@ -29,7 +28,7 @@ from penstock.log.auditexport import export_files
 from penstock.log.auditreader import AuditReader
 from penstock.log.auditrecovery import Recovered, find_end, write_head
 from penstock.log.auditseal import FOLDER, Manifest, identity_of
-from penstock.log.disk import Disk, write_file
+from penstock.log.disk import NO_ROOM, Disk, write_file
 from penstock.model.errors import DiskFull, InvalidInput, InvalidSettings, WriterFailed
 
 if TYPE_CHECKING:
@@ -270,7 +269,7 @@ class AuditLog:
         try:
             self._file.append(lines)
         except OSError as error:
-            if error.errno != errno.ENOSPC:
+            if error.errno not in NO_ROOM:
                 self._fail(error)
             self._cut_back()
             self._full(error)
@@ -306,7 +305,7 @@ class AuditLog:
             write_file(self._disk, path, [line])
         except OSError as error:
             # Once the new name may exist, going on in the old file would fork the chain.
-            if error.errno != errno.ENOSPC or self._disk.exists(path):
+            if error.errno not in NO_ROOM or self._disk.exists(path):
                 self._fail(error)
             self._full(error)
         self._file.close()
@@ -318,5 +317,5 @@ class AuditLog:
         try:
             write_head(self._disk, self._signer, self.head, at_us=self._at_us)
         except OSError as error:
-            if error.errno != errno.ENOSPC:  # an older head is still a true one
+            if error.errno not in NO_ROOM:  # an older head is still a true one
                 self._fail(error)

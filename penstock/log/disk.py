@@ -25,6 +25,7 @@ from penstock.model.errors import FolderLocked
 Bytes = bytes | bytearray | memoryview
 
 IOV_MAX = 1024  # what Linux takes in one writev
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)  # the disk is full, or what this user may have of it
 DSYNC = getattr(os, "RWF_DSYNC", 0)  # Linux; elsewhere a write and a sync
 
 

@@ -191,14 +191,17 @@ class Journal:
         self._allocated, self._spare_bytes = self._spare_bytes, 0
         return commit
 
-    def fits(self, commit: Commit, size: int, *, reserve: bool = False) -> bool:
+    def fits(self, commit: Commit, size: int, *, reserve: bool = False, last: bool = False) -> bool:
         """Whether `size` more bytes can join the commit without asking the disk for room.
 
-        Publishes leave `reserve_bytes` of the last file to acks and other small entries.
+        Publishes leave `reserve_bytes` of the last file to leases and acks (`reserve`), and these
+        a quarter of it to operators and to clients that come (`last`): somebody must be let in to
+        make room.
         """
         keep = 0
-        if not reserve and not self._spare_bytes:
+        if not last and not self._spare_bytes:
             keep = min(self._settings.reserve_bytes, self._settings.file_bytes // 4)
+            keep //= 4 if reserve else 1
         return commit.end - self.base + size + keep <= self._allocated
 
     def descriptors(self, count: int) -> Sequence[int]:

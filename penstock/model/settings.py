@@ -97,7 +97,7 @@ class Journal(Group, frozen=True):
         int,
         Meta(ge=0, le=GIB),
         about(
-            "Disk space kept back so that acks and the audit trail can still be written when the disk is full."
+            "Room in the last journal file kept back for leases and acks when the disk is full, a quarter of it for operators and new clients; at most a quarter of `file_bytes`."
         ),
     ] = 4 * MIB
 

@@ -40,6 +40,7 @@ MEANINGS = {
     413: "The body is too large.",
     428: "The confirmation word is missing; nothing was changed.",
     429: "A limit was reached; Retry-After says when to try again.",
+    431: "Path and headers are too large.",
     500: "A defect of the broker; its log has the trace.",
     503: "Not now: starting, draining, too busy, or the storage failed.",
     507: "The disk is full.",

@@ -66,7 +66,10 @@ def _check_direct(headers: Mapping[str, str]) -> None:
     A page that resolves its own name to 127.0.0.1 still sends that name as the Host; a proxy says
     that it forwards.
     """
-    host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
+    try:
+        host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
+    except ValueError:  # such as half an IPv6 address: nobody's name
+        host = ""
     if not is_loopback(host) or any(name in headers for name in _FORWARDED):
         raise NotAuthenticated(
             "without auth.jwt_secret or auth.admin_token only direct calls to localhost are taken; "
@@ -99,7 +102,8 @@ async def body(request: Request, kind: type[msgspec.Struct] | None) -> Any:
             raise InvalidInput("this takes no body; put what it needs behind the question mark")
         return None
     # A web page can send any other type without asking first, and would use its reader's rights.
-    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+    media = request.headers.get("content-type", "").partition(";")[0].strip()
+    if media.lower() != "application/json":
         raise InvalidInput("send the body as Content-Type: application/json", field="Content-Type")
     try:
         return msgspec.json.decode(data, type=kind)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 from penstock.bus import tracing
 from penstock.engines.embedded import EmbeddedEngine
@@ -22,6 +24,7 @@ from penstock.server.ports import parse_address
 from penstock.server.pressure import Gauge, pressure_routes
 from penstock.server.reload import broker_settings
 from penstock.server.tcp import TcpServer
+from penstock.server.troubles import Troubles
 from penstock.server.zeromq import ZmqServer
 
 log = logging.getLogger("penstock.server")
@@ -47,7 +50,7 @@ class Daemon:
         self._zmq = ZmqServer(self.settings, self.broker)
         self._fanout = Fanout(self.settings)
         self._http: HttpServer | None = None
-        self._gauging: asyncio.Task[None] | None = None
+        self._beside: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Recover the folder, then listen: HTTP first, so that probes see it coming."""
@@ -57,6 +60,7 @@ class Daemon:
         await self.engine.open()
         try:
             self.broker.start()
+            self._run_beside(Troubles().watch(self.engine), "penstock-troubles")
             server = self.settings.server
             if server.http:
                 self.ports["http"] = await self._serve_http(server.http)
@@ -76,7 +80,7 @@ class Daemon:
 
     async def _serve_http(self, listen: str) -> int:
         gauge = Gauge(self.engine, self.counters)
-        self._gauging = asyncio.create_task(gauge.run(), name="penstock-gauge")
+        self._run_beside(gauge.run(), "penstock-gauge")
         metrics = Metrics(self.engine, self.counters, gauge, self.broker.fastpath)
         surface = Surface(
             self.engine, self.settings, self.doorkeeper,
@@ -92,6 +96,9 @@ class Daemon:
         )  # fmt: skip
         return await self._http.start()
 
+    def _run_beside(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        self._beside.append(asyncio.create_task(work, name=name))
+
     async def stop(self) -> None:
         """Drain: no new clients, answers to what was asked, then everything down."""
         self.ready = False
@@ -100,9 +107,9 @@ class Daemon:
         await self._zmq.stop()
         self.engine.on_commit = None
         self._fanout.stop()
-        if self._gauging is not None:
-            self._gauging.cancel()
-            await asyncio.gather(self._gauging, return_exceptions=True)
+        for task in self._beside:
+            task.cancel()
+        await asyncio.gather(*self._beside, return_exceptions=True)
         if self._http is not None:
             await self._http.stop()
         await self.engine.close()

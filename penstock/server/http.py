@@ -17,6 +17,7 @@ from penstock.model.errors import (
     InvalidSettings,
     MissingExtra,
     NotFound,
+    PayloadTooLarge,
     PenstockError,
 )
 from penstock.model.event import Identity
@@ -54,7 +55,9 @@ except ImportError as error:
 
 MAX_CONNECTIONS = 512  # operators, scrapers and probes; clients of the bus come elsewhere
 MAX_HEAD_BYTES = 16 << 10  # of a request: a token has at most half of it
+HEAD_TOO_LARGE = 431
 HEAD_TIMEOUT_S = 10.0  # a client that sends half a request is not waited for
+READ_TIMEOUT_S = 30.0  # nor is one that does not read its answers
 IDLE_S = 15  # a scraper that comes this often keeps its connection
 STOP_S = 5  # for requests that are under way when the server stops
 
@@ -194,10 +197,29 @@ def _guarded(surface: Surface, route: Route) -> Route:
 # -- the server ----------------------------------------------------------------------------------
 
 
+def _bounded(app: ASGIApp) -> ASGIApp:
+    """An application that sees no head over the limit: h11 looks at it only while a head is incomplete."""
+
+    async def bounded(scope: Scope, receive: Receive, send: Send) -> None:
+        size = len(scope["raw_path"]) + len(scope["query_string"])
+        size += sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+        answer = app
+        if size > MAX_HEAD_BYTES:
+            wrong = PayloadTooLarge(
+                f"path and headers are over {MAX_HEAD_BYTES} bytes; nothing was done",
+                limit=MAX_HEAD_BYTES,
+            )
+            answer = _refusal(wrong, HEAD_TOO_LARGE)
+        await answer(scope, receive, send)
+
+    return bounded
+
+
 class _Timely(H11Protocol):
-    """HTTP/1.1 whose requests must arrive in time: uvicorn itself waits for ever for the rest of one."""
+    """HTTP/1.1 whose clients send and read in time: uvicorn itself waits for them for ever."""
 
     _patience: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -209,8 +231,20 @@ class _Timely(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        if self._patience is not None:
-            self._patience.cancel()
+        for timer in (self._patience, self._unread):
+            if timer is not None:
+                timer.cancel()
+
+    def pause_writing(self) -> None:
+        """The client does not read what it asked for: it has some time to go on."""
+        super().pause_writing()
+        self._unread = self.loop.call_later(READ_TIMEOUT_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def _wait(self) -> None:
         """Give the rest of a head its time; a request whose head is here has the body's instead."""
@@ -249,7 +283,7 @@ class HttpServer:
     ) -> None:
         self._host, self._port = host, port
         config = uvicorn.Config(
-            app, http=_Timely, ws="none", lifespan="off", loop="none", log_config=None,
+            _bounded(app), http=_Timely, ws="none", lifespan="off", loop="none", log_config=None,
             log_level="error", access_log=False, proxy_headers=False, server_header=False,
             limit_concurrency=MAX_CONNECTIONS, h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             timeout_keep_alive=IDLE_S, timeout_graceful_shutdown=STOP_S,

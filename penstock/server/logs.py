@@ -23,6 +23,8 @@ from typing import Any, Literal, TextIO
 
 import msgspec
 
+from penstock.log.disk import NO_ROOM
+
 ROOT = "penstock"
 QUEUE_LINES = 10_000  # a few MB: minutes of a busy broker, and never more than that in memory
 GATHER_S = 0.05  # from a line to its being written, with all that came meanwhile
@@ -65,6 +67,8 @@ class Background(logging.Handler):
         super().__init__()
         self.dropped = 0
         """Lines that found the queue full and nobody has been told about yet."""
+        self.unwritten = 0
+        """The same for lines that found the disk full."""
         self._stream = stream
         self._lines: queue.Queue[str | None] = queue.Queue(QUEUE_LINES)
         self._ending = threading.Event()
@@ -79,14 +83,15 @@ class Background(logging.Handler):
             line = f"a log record of {record.name} cannot be shown: {error!r}"
         try:
             if self.dropped:
-                self._lines.put_nowait(self._confession())
+                why = "nobody read stderr fast enough"
+                self._lines.put_nowait(self._confession(self.dropped, why))
                 self.dropped = 0
             self._lines.put_nowait(line)
         except queue.Full:
             self.dropped += 1
 
-    def _confession(self) -> str:
-        fields = {"count": self.dropped, "why": "nobody read stderr fast enough"}
+    def _confession(self, count: int, why: str) -> str:
+        fields = {"count": count, "why": why}
         about = {"name": ROOT, "msg": "log lines were lost", "levelname": "WARNING"}
         return self.format(logging.makeLogRecord({**about, **fields}))
 
@@ -100,11 +105,22 @@ class Background(logging.Handler):
                 lines.append(self._lines.get())
             last = None in lines
             try:
-                self._stream.write("".join(f"{line}\n" for line in lines if line is not None))
-                self._stream.flush()
+                self._write([line for line in lines if line is not None])
             except (OSError, ValueError):
                 # Stderr is gone, and there is nowhere left to say so.
                 return
+
+    def _write(self, lines: list[str]) -> None:
+        """Write these; when the disk is full they are lost, and the next that are written say so."""
+        told = [self._confession(self.unwritten, "the disk was full")] if self.unwritten else []
+        try:
+            self._stream.write("".join(f"{line}\n" for line in [*told, *lines]))
+            self._stream.flush()
+            self.unwritten = 0
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            self.unwritten += len(lines)
 
     def flush(self) -> None:
         """The thread flushes whenever it has written."""

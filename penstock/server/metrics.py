@@ -21,12 +21,12 @@ from penstock.server.metrics_counters import BOUNDS_S, Counters, Histogram
 from penstock.server.metrics_engine import (
     Retained,
     Standing,
-    disk_full,
     pending_bytes,
     quotas,
     standings,
 )
 from penstock.server.pressure import Gauge, Pressure
+from penstock.server.troubles import PARTS, troubles_of
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -108,9 +108,9 @@ class Metrics:
             failed = engine.dispatcher.failures[state]
             yield "penstock_failed_deliveries_total", (STATES[state],), failed
         yield "penstock_dead_letters_kept", (), len(engine.state.dead)
-        yield "penstock_problem", ("writer",), float(engine.commits.failed is not None)
-        yield "penstock_problem", ("housekeeping",), float(engine.housekeeper.problem is not None)
-        yield "penstock_problem", ("disk",), float(disk_full(engine))
+        troubles = troubles_of(engine)
+        for part in PARTS:
+            yield "penstock_problem", (part,), float(part in troubles)
 
     def _groups(self, known: dict[str, Standing]) -> Iterator[Sample]:
         folded: dict[str, Standing] = {}

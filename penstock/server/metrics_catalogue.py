@@ -67,7 +67,7 @@ SECTIONS: dict[str, tuple[Family, ...]] = {
         _counter("penstock_dead_letters_replayed_total", "Dead letters given back to their consumer.", *PAIR),
         _gauge("penstock_dead_letters_kept", "Dead letters in the view."),
         _counter("penstock_frame_errors_total", "Requests that were answered with an error, and what was no frame.", "code"),
-        _gauge("penstock_problem", "1 while something is wrong: the `writer` failed, `housekeeping` did, or the `disk` is full.", "part"),
+        _gauge("penstock_problem", "1 while something is wrong: the `writer` failed, `housekeeping` or the `audit` chain did, or the `disk` is full.", "part"),
     ),
     "Groups": (
         _gauge("penstock_group_lag_events", "Events a group has still to settle.", "group"),

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from penstock.engines.request import QueryAudit, VerifyAudit
 from penstock.server.admin_endpoint import Endpoint
 from penstock.server.admin_fault import MEANINGS, Problem
 
@@ -103,9 +104,11 @@ def _statuses(endpoint: Endpoint) -> list[int]:
     """The errors an endpoint can answer with."""
     if not endpoint.needs:
         return [503] if endpoint.path == "/ready" else []
-    found = {400, 401, 403, 404, 500, 503}
+    found = {400, 401, 403, 404, 431, 500, 503}
     if endpoint.method != "GET":
-        found |= {409, 429, 507}
+        found |= {409, 429}
+    if endpoint.method != "GET" or endpoint.asks in (QueryAudit, VerifyAudit):
+        found.add(507)  # the audit trail is shown whole or not at all
     if endpoint.body is not None:
         found |= {408, 413}
     if endpoint.confirms:

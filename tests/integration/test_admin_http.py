@@ -7,6 +7,7 @@ import base64
 import contextlib
 import json
 import os
+import socket
 import ssl
 import subprocess
 import sys
@@ -750,7 +751,7 @@ async def test_a_web_page_cannot_use_its_readers_rights(site: Site) -> None:
     """With nothing configured this host is trusted, but not what a browser or a proxy forwards."""
     (letter,) = await site.dead(ACME)
     async with site.client() as client:
-        for headers in ({"Host": "evil.example"}, {"Host": "127.0.0.1.evil.example:80"}, {"Host": ""},
+        for headers in ({"Host": "evil.example"}, {"Host": "127.0.0.1.evil.example:80"}, {"Host": ""}, {"Host": "[::1"},
                         {"X-Forwarded-For": "10.0.0.9"}, {"Forwarded": "for=10.0.0.9"}):  # fmt: skip
             error_of(await client.get(DLQ, headers=headers), 401, "access.unauthenticated")
         for host in ("localhost", "localhost:99", "[::1]:5558", "127.0.0.1"):
@@ -759,6 +760,9 @@ async def test_a_web_page_cannot_use_its_readers_rights(site: Site) -> None:
         for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
             answer = await client.post(f"{DLQ}/purge", content=body, headers={"Content-Type": kind})
             assert error_of(answer, 400, "invalid")["data"]["field"] == "Content-Type"
+        mixed = {"Content-Type": "Application/JSON; charset=utf-8"}
+        answer = await client.post(f"{DLQ}/purge", content=b"{}", headers=mixed)
+        assert error_of(answer, 400, "invalid")["data"]["field"] == "ids"
         preflight = await client.options(f"{DLQ}/purge", headers={"Origin": "http://evil.example"})
         assert preflight.status_code == 405
         assert "access-control-allow-origin" not in preflight.headers
@@ -827,6 +831,35 @@ async def test_half_a_request_is_not_waited_for(
                 await reader.read()
         writer.close()
         await writer.wait_closed()
+
+
+@pytest.mark.parametrize("size", [17_000, 60_000])
+async def test_a_head_over_the_limit_is_refused(site: Site, size: int) -> None:
+    """It comes in one piece, of which h11 takes as much as there is."""
+    async with site.client() as client:
+        answer = await client.get("/health", headers={"X-Long": "x" * size})
+        error_of(answer, 431, "invalid.too-large")
+        done(await client.get("/health", headers={"X-Long": "x" * 15_000}))
+
+
+async def test_a_client_that_does_not_read_is_cut_off(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """512 of them, without a token, kept everybody out for ever, probes of /health included."""
+    monkeypatch.setattr(http, "READ_TIMEOUT_S", 0.3)
+    request = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+    connection.connect(("127.0.0.1", site.port))
+    connection.settimeout(5)
+    connection.sendall(request * 200)
+    await asyncio.sleep(1.5)
+    received = 0
+    with connection, contextlib.suppress(ConnectionResetError):
+        while data := await asyncio.to_thread(connection.recv, 1 << 20):
+            received += len(data)
+    async with site.client() as client:
+        assert received < 100 * len((await client.get("/openapi.json")).content)
 
 
 async def test_what_is_not_there(site: Site) -> None:

@@ -445,11 +445,13 @@ class FaultyDisk(RealDisk):
         return file
 
 
-def test_full_disk_keeps_the_log_usable(tmp_path: Path) -> None:
+@pytest.mark.parametrize("full", [errno.ENOSPC, errno.EDQUOT])
+def test_full_disk_keeps_the_log_usable(tmp_path: Path, full: int) -> None:
+    """A quota that is used up is as good as a full disk: there will be room again."""
     disk = FaultyDisk(tmp_path)
     log = AuditLog.open(disk, now_us=1, entropy=SEED, max_file_bytes=1_000, checkpoint_every=2)
     log.append_many(entries(1, 1))
-    disk.faults["append"] = errno.ENOSPC
+    disk.faults["append"] = full
     for _ in range(3):
         with pytest.raises(DiskFull) as caught:
             log.append_many(entries(2, 5))
@@ -457,7 +459,7 @@ def test_full_disk_keeps_the_log_usable(tmp_path: Path) -> None:
     assert [record.ref for record in log.records()] == [1]
     disk.faults.clear()
     log.append_many(entries(2, 5))
-    disk.faults["append"] = errno.ENOSPC
+    disk.faults["append"] = full
     with pytest.raises(DiskFull):
         log.append_many(entries(7, 1))
     disk.faults.clear()

@@ -134,7 +134,7 @@ def test_a_commit_larger_than_a_file_gets_a_file_of_its_size(folder) -> None:
     assert [kind for _, kind, *_ in read_all(home.disk, 0, commit.end)] == [FILE_HEADER, BATCH]
 
 
-def test_publishes_leave_the_reserve_to_acks_when_there_is_no_spare_file() -> None:
+def test_publishes_leave_the_reserve_to_acks_and_these_some_to_operators() -> None:
     disk = MemoryDisk()
     disk.make_dir("journal")
     journal = Journal(disk, JournalSettings(file_bytes=MIB), position=0, epoch=1)
@@ -144,8 +144,10 @@ def test_publishes_leave_the_reserve_to_acks_when_there_is_no_spare_file() -> No
     reserve = MIB // 4  # the smaller of reserve_bytes and a quarter of a file
     assert journal.fits(commit, room - reserve)
     assert not journal.fits(commit, room - reserve + 1)
-    assert journal.fits(commit, room, reserve=True)
-    assert not journal.fits(commit, room + 1, reserve=True)
+    assert journal.fits(commit, room - reserve // 4, reserve=True)
+    assert not journal.fits(commit, room - reserve // 4 + 1, reserve=True)
+    assert journal.fits(commit, room, last=True)
+    assert not journal.fits(commit, room + 1, last=True)
     journal.prepare(MIB + SLACK_BYTES)  # with a spare file there is no need to hold back
     assert journal.fits(commit, room)
 

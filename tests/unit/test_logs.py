@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
@@ -179,3 +180,40 @@ def test_lines_that_come_together_are_written_together(lines: Callable[..., list
     handler.close()
     assert time.monotonic() - began < 1
     assert "the last words" in stream.getvalue()
+
+
+class FullDisk(io.StringIO):
+    """A file on a disk without room, until there is some."""
+
+    full = True
+
+    def write(self, text: str) -> int:
+        if self.full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(text)
+
+
+def test_a_full_disk_costs_lines_and_not_the_log() -> None:
+    """The first line that found no room was the last: a broker said nothing more until it was restarted."""
+    stream = FullDisk()
+    handler = logs.Background(stream)
+    handler.setFormatter(logs.TextLines())
+    try:
+        for number in range(2):
+            handler.handle(logging.makeLogRecord({"msg": f"lost {number}", "levelname": "INFO"}))
+            wait_until(lambda number=number: handler.unwritten == number + 1)
+        stream.full = False
+        handler.handle(logging.makeLogRecord({"msg": "kept", "levelname": "INFO"}))
+        wait_until(lambda: "kept" in stream.getvalue())
+    finally:
+        handler.close()
+    told, kept = (line[25:].split(None, 1)[1] for line in stream.getvalue().splitlines())
+    assert told == 'log lines were lost  count=2 why="the disk was full"'
+    assert kept == "kept"
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

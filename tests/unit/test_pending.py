@@ -16,7 +16,7 @@ class Job:
         self.size = size
 
 
-def fits(size: int) -> bool:
+def fits(job: Job, size: int) -> bool:
     return True
 
 
@@ -66,8 +66,8 @@ def test_who_had_a_turn_goes_to_the_back() -> None:
 def test_what_does_not_fit_stays() -> None:
     pending = Pending()
     fill(pending, ("a", 5), ("a", 6))
-    assert take(pending, fits=lambda size: size <= 5) == [("a", 5)]
-    assert take(pending, fits=lambda size: False) == []
+    assert take(pending, fits=lambda job, size: size <= 5) == [("a", 5)]
+    assert take(pending, fits=lambda job, size: False) == []
     assert pending.bytes == 6
     assert pending.first_size() == 6
     assert [job.size for job in pending.drop()] == [6]
