@@ -48,8 +48,8 @@ class Asking:
     async def fetch(self, frame: Frame) -> Frame:
         """The next batch of a log feed; the request may come again, and so does the batch then."""
         feed = decode(frame.meta, say.Feed).feed
-        await self._session.opened(feed)
-        outlet = self._session.log_outlet(feed)
+        await self._session.feeds.opened(feed)
+        outlet = self._session.feeds.log(feed)
         batch, epoch = await outlet.fetch(frame.request)
         self._broker.delivered(batch, batch.count, outlet.reader.fresh(batch))
         return Frame(Kind.RESULT, frame.request, encode(say.Fetched(epoch)), (batch.encode(),))
@@ -57,8 +57,8 @@ class Asking:
     async def commit(self, frame: Frame) -> Frame:
         """How far a client is in a log feed."""
         commit = decode(frame.meta, say.Commit)
-        await self._session.opened(commit.feed)
-        outlet = self._session.log_outlet(commit.feed)
+        await self._session.feeds.opened(commit.feed)
+        outlet = self._session.feeds.log(commit.feed)
         outlet.mark(commit)
         await outlet.reader.commit()
         return Frame(Kind.RESULT, frame.request, b"")

@@ -196,7 +196,7 @@ class Broker:
         resumed = not begins and not session.restored
         session.hello, session.identity = hello, identity
         try:
-            adopted = await session.open_direct()
+            adopted = await session.feeds.open_direct()
         except BaseException:
             self._end(session)
             raise
@@ -268,7 +268,7 @@ class Broker:
             for feed, outlet in list(session.feeds.items()):
                 if (outlet.wanted.group, outlet.wanted.member) == (wanted.group, wanted.member):
                     words = f"another consumer joined {wanted.group!r} as {wanted.member!r}"
-                    session.stopped(feed, Fenced(f"{words}; this one gets no more"))
+                    session.feeds.stopped(feed, Fenced(f"{words}; this one gets no more"))
                     await outlet.leave()
 
     async def ask(self, request: Request) -> Any:

@@ -57,7 +57,8 @@ class Detour(Generic[Item, Result]):
         self.busy = False
         self.waiting_bytes = 0
         behind, self._behind = self._behind, []
+        if not work.cancelled():
+            # Looked at, for nobody may: the loop would complain, once for each broken frame.
+            work.exception()
         if not self._left:
             self._go_on(work, item, behind)
-        elif not work.cancelled():
-            work.exception()  # looked at, or the loop would complain that nobody did

@@ -36,9 +36,9 @@ async def finished(sessions: Mapping[str, Session], end: float) -> None:
 
 def _holds(session: Session) -> bool:
     """Whether a client that is there was sent events that are not settled."""
-    return session.link is not None and any(outlet.held for outlet in session.queues())
+    return session.link is not None and any(outlet.held for outlet in session.feeds.queues())
 
 
 def _at_work(session: Session) -> bool:
     """Whether its consumers were handed some of them: the others only wait at the client."""
-    return _holds(session) and any(outlet.at_work() for outlet in session.queues())
+    return _holds(session) and any(outlet.at_work() for outlet in session.feeds.queues())

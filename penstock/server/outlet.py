@@ -106,7 +106,7 @@ class QueueOutlet:
             log.error("a feed failed", exc_info=error, extra={"group": self.wanted.group})
             error = PenstockError(f"the broker failed: {error!r}")
         if self._session.feeds.get(self._feed) is self:  # not one that was opened meanwhile
-            self._session.stopped(self._feed, error)
+            self._session.feeds.stopped(self._feed, error)
 
     async def adopt(self, held: list[Held], *, alone: bool = False) -> dict[int, list[int]]:
         """Take up what the client held before the broker was restarted; the rest of it comes again.

@@ -12,19 +12,17 @@ import msgspec
 from penstock.core.entry import SessionPut
 from penstock.engines import request as requests
 from penstock.engines.dispatcher import Dispatcher
-from penstock.engines.engine import Subscribe as Wanted
-from penstock.engines.handle import Inbox, LeasedBatch
 from penstock.model.batch import EventBatch
-from penstock.model.errors import BusClosed, InvalidInput, PenstockError, ProtocolViolation
+from penstock.model.errors import PenstockError, ProtocolViolation
 from penstock.model.event import Identity
 from penstock.server.asking import Asking
-from penstock.server.direct import direct_wish
-from penstock.server.inbound import check_read, check_subscribe
-from penstock.server.outlet import LogOutlet, QueueOutlet, refuse, stopped_frame
+from penstock.server.feeds import Feeds
+from penstock.server.inbound import check_read
+from penstock.server.outlet import LogOutlet, refuse
 from penstock.server.replies import Replies
 from penstock.server.storing import Storing
 from penstock.wire import message as say
-from penstock.wire.fault import to_error, to_fault
+from penstock.wire.fault import to_fault
 from penstock.wire.frame import Frame, Kind
 from penstock.wire.message import decode, encode
 
@@ -39,8 +37,6 @@ MAX_KEPT_ANSWERS = 4_096
 MAX_KEPT_BYTES = 32 << 20
 # Not among them: asked again, a Read reads again, and a log feed has its last batch.
 ASKED_AGAIN = (Kind.READ, Kind.FETCH)
-MAX_FEEDS = 1_024  # of one session
-DIRECT_FEED = 0  # clients number their own feeds from 1
 CONFIRM_EVERY = 256  # settlements, so that a busy client need not keep many
 LOOK_AGAIN_S = 0.005
 MAX_DELIVERY = 1 << 53  # no session counts that far; JSON clients can count no further
@@ -65,7 +61,7 @@ class Session:
         """The last Settle that arrived, and the last that is durable."""
         self._hardening: asyncio.Task[None] | None = None
         self._beats, self._beats_since_s = 0, 0.0
-        self.feeds: dict[int, QueueOutlet | LogOutlet] = {}
+        self.feeds = Feeds(broker, self)
         self._broker = broker
         self._storing = Storing(broker.engine, self, broker.tally, broker.fastpath, broker.courtesy)
         asking = Asking(broker, self)
@@ -75,13 +71,11 @@ class Session:
         self._working: dict[int, asyncio.Task[None]] = {}
         self._patient: set[asyncio.Task[None]] = set()
         self.own_topics: set[str] = set()
-        self._opening: dict[int, asyncio.Future[None]] = {}
-        self._ended: dict[int, Frame] = {}
         self._handlers: dict[int, Callable[[Frame], Awaitable[Frame]]] = {
             Kind.PUBLISH: self._storing.publish,
             Kind.TRANSACT: self._storing.transact,
-            Kind.SUBSCRIBE: self._subscribe,
-            Kind.UNSUBSCRIBE: self._unsubscribe,
+            Kind.SUBSCRIBE: self.feeds.subscribe,
+            Kind.UNSUBSCRIBE: self.feeds.unsubscribe,
             Kind.FETCH: asking.fetch,
             Kind.COMMIT: asking.commit,
             Kind.READ: asking.read,
@@ -105,7 +99,7 @@ class Session:
             self.link.close()
         self.link = link
         self.heard_at = self._broker.now()
-        held = {number for outlet in self.queues() for number in outlet.held}
+        held = {number for outlet in self.feeds.queues() for number in outlet.held}
         known = {*hello.deliveries, *(each.delivery for each in hello.held)}
         said = [each for each in known if each < MAX_DELIVERY]
         self._delivery = max(self._delivery, *said, 0)
@@ -118,10 +112,10 @@ class Session:
         for request in hello.pending:
             if request in self._answers:
                 self.send(self._answers[request])
-        for outlet in self.queues():
+        for outlet in self.feeds.queues():
             for number in [each for each in outlet.held if each not in known]:
                 outlet.send(number, again=True)
-        for frame in self._ended.values():  # the client may have been away when they were sent
+        for frame in self.feeds.ended.values():  # the client may have been away when they were sent
             self.send(frame)
         self._attached.set()
 
@@ -235,7 +229,7 @@ class Session:
             raise ProtocolViolation(f"more than {MAX_SETTLEMENTS} settlements in one frame")
         self.settled = settle.sequence
         for settlement in settle.settlements:
-            for outlet in self.queues():
+            for outlet in self.feeds.queues():
                 if settlement.delivery in outlet.held:
                     outlet.settle(settlement)
                     break
@@ -244,24 +238,7 @@ class Session:
         if not self.settled % CONFIRM_EVERY:
             self._confirm()
 
-    # -- subscriptions -------------------------------------------------------------------------
-
-    def queues(self) -> list[QueueOutlet]:
-        """Its feeds of leased events."""
-        return [outlet for outlet in self.feeds.values() if isinstance(outlet, QueueOutlet)]
-
-    def leased(self, delivery: int) -> LeasedBatch | None:
-        """A delivery of which something is not settled."""
-        for outlet in self.queues():
-            if delivery in outlet.held:
-                return outlet.held[delivery]
-        return None
-
-    def drop_settled(self, deliveries: set[int]) -> None:
-        """Forget those of these deliveries that are settled."""
-        for outlet in self.queues():
-            for number in deliveries:
-                outlet.drop_settled(number)
+    # -- what its feeds need -------------------------------------------------------------------
 
     def next_delivery(self) -> int:
         """A number for a delivery, not used before in this session."""
@@ -281,93 +258,9 @@ class Session:
         if events:
             self._broker.tally.settled(kind, events)
 
-    async def _subscribe(self, frame: Frame) -> Frame:
-        wish = decode(frame.meta, say.Subscribe)
-        check_subscribe(wish)
-        taken = {*self.feeds, *self._opening}
-        if wish.feed in taken or wish.feed == DIRECT_FEED or len(taken) >= MAX_FEEDS:
-            raise InvalidInput(f"feed {wish.feed} is open already, or {MAX_FEEDS} are")
-        wanted = Wanted(wish.group, wish.spec, wish.member, wish.max_inflight, self.identity)
-        self.may_read(wish.spec.patterns)
-        self._ended.pop(wish.feed, None)
-        opening = self._opening[wish.feed] = asyncio.get_running_loop().create_future()
-        adopted: dict[int, list[int]] = {}
-        try:
-            feed = await self._broker.join(wanted)
-            if isinstance(feed, Inbox):
-                outlet = QueueOutlet(self, wish.feed, wanted, feed)
-                adopted = await self._taken_up(outlet, wish.feed, wish.held)
-            else:
-                self.feeds[wish.feed] = LogOutlet(wanted, feed)  # type: ignore[arg-type]
-        finally:
-            del self._opening[wish.feed]
-            opening.set_result(None)
-        return Frame(Kind.RESULT, frame.request, encode(say.Joined(adopted)))
-
-    async def _taken_up(
-        self, outlet: QueueOutlet, feed: int, held: list[say.Held], *, alone: bool = False
-    ) -> dict[int, list[int]]:
-        """Open a feed with what its client held; a client that hears of an error has none."""
-        self.feeds[feed] = outlet
-        try:
-            return await outlet.adopt(held, alone=alone)
-        except BaseException:
-            if self.feeds.get(feed) is outlet:
-                del self.feeds[feed]
-            await outlet.leave()
-            raise
-
     def may_read(self, patterns: Sequence[str]) -> None:
         """Raise AccessDenied when the client may not read all that these patterns select."""
         check_read(self._broker.engine, self.identity, patterns)
-
-    async def open_direct(self) -> dict[int, list[int]]:
-        """Serve what the client registered for: a group of its own, known by its name (row T4).
-
-        Returns what it holds from before a restart of the broker, as Joined does.
-        """
-        outlet = self.feeds.get(DIRECT_FEED)
-        if isinstance(outlet, QueueOutlet) and self.restored:  # that Welcome did not arrive
-            return outlet.in_hand(self.hello.held)
-        # One that has ended stays so: its client was told, and another may have its name by now.
-        if not self.hello.subscriptions or outlet is not None or DIRECT_FEED in self._ended:
-            return {}
-        self.may_read(self.hello.subscriptions)
-        wanted = direct_wish(self.hello, self.identity, self._broker.engine.settings.delivery)
-        inbox = await self._broker.join(wanted)
-        assert isinstance(inbox, Inbox)
-        outlet = QueueOutlet(self, DIRECT_FEED, wanted, inbox)
-        return await self._taken_up(outlet, DIRECT_FEED, self.hello.held, alone=True)
-
-    async def _unsubscribe(self, frame: Frame) -> Frame:
-        feed = decode(frame.meta, say.Feed).feed
-        await self.opened(feed)  # its client may have given up meanwhile
-        if (outlet := self.feeds.pop(feed, None)) is not None:
-            await outlet.close()
-        return Frame(Kind.RESULT, frame.request, b"")
-
-    def stopped(self, feed: int, error: PenstockError) -> None:
-        """A feed ended by itself: its group is gone, or the data cannot be read."""
-        self.feeds.pop(feed, None)
-        self._ended[feed] = stopped_frame(feed, error)
-        while len(self._ended) > MAX_FEEDS:
-            del self._ended[next(iter(self._ended))]
-        self.send(self._ended[feed])
-
-    async def opened(self, *feeds: int) -> None:
-        """Wait for a subscribe that came just before; without a feed for all of them."""
-        for feed in feeds or tuple(self._opening):
-            if feed in self._opening:
-                await asyncio.shield(self._opening[feed])
-
-    def log_outlet(self, feed: int) -> LogOutlet:
-        """A log feed that is open."""
-        outlet = self.feeds.get(feed)
-        if not isinstance(outlet, LogOutlet):
-            if feed in self._ended:
-                raise to_error(decode(self._ended[feed].meta, say.Feed).fault)
-            raise BusClosed("the subscription is closed; subscribe again")
-        return outlet
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -380,18 +273,12 @@ class Session:
         for task in list(self._working.values()):  # first: one may be about to open a feed
             task.cancel()
         await asyncio.gather(*self._working.values(), return_exceptions=True)
-        for outlet in list(self.feeds.values()):
-            await outlet.close()
-        ask = self._broker.engine.ask
-        gone = [
-            requests.DeleteGroup(outlet.wanted.group)
-            for outlet in self.feeds.values()
-            if outlet.wanted.spec.ephemeral
-        ]
-        self.feeds.clear()
-        for request in (*gone, *map(requests.DeleteTopic, self.own_topics)):
+        for request in (
+            *map(requests.DeleteGroup, await self.feeds.close()),
+            *map(requests.DeleteTopic, self.own_topics),
+        ):
             try:
-                await ask(request)
+                await self._broker.engine.ask(request)
             except PenstockError as error:
                 log.debug("nothing left to drop", extra={"session": self.id, "code": error.code})
 

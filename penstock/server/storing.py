@@ -296,8 +296,8 @@ class Storing:
             tenant=identity.tenant,
         )
         for cursor in wish.cursors:
-            await self._session.opened(cursor.feed)
-            outlet = self._session.log_outlet(cursor.feed)
+            await self._session.feeds.opened(cursor.feed)
+            outlet = self._session.feeds.log(cursor.feed)
             outlet.mark(cursor)
             transaction.cursors.append(outlet.reader)
 
@@ -315,7 +315,7 @@ class Storing:
             return self._repeated(frame, drafts)
         for draft, receipt in zip(drafts, done, strict=True):
             self._count(draft, receipt, time.perf_counter() - started)
-        self._session.drop_settled({delivery for delivery, _ in wish.acks})
+        self._session.feeds.drop_settled({delivery for delivery, _ in wish.acks})
         return Frame(Kind.RESULT, frame.request, encode(say.Published(list(done))))
 
     def _repeated(self, frame: Frame, drafts: Sequence[Draft]) -> Frame:
@@ -324,10 +324,10 @@ class Storing:
         return Frame(Kind.RESULT, frame.request, encode(say.Published([], key_known=True)))
 
     async def _leased(self, delivery: int, index: int) -> Settle:
-        leased = self._session.leased(delivery)
+        leased = self._session.feeds.leased(delivery)
         if leased is None:  # a client that is back may be about to take it up
-            await self._session.opened()
-            leased = self._session.leased(delivery)
+            await self._session.feeds.opened()
+            leased = self._session.feeds.leased(delivery)
         if leased is None or not 0 <= index < leased.batch.count:
             raise LeaseExpired("an event of the transaction is leased no more; nothing happened")
         return Settle(leased, index)

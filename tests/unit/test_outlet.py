@@ -22,6 +22,18 @@ from penstock.wire.frame import Frame, Kind
 FEED = 7
 
 
+class Open(dict[int, QueueOutlet]):
+    """The feeds of a session; notes which ended."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def stopped(self, feed: int, error: PenstockError) -> None:
+        self._client.ended.append((feed, error))
+        if self._client.link_fails:
+            raise MemoryError
+
+
 class Client:
     """A session whose connection takes more, or does not."""
 
@@ -30,7 +42,7 @@ class Client:
         self.open.set()
         self.ended: list[tuple[int, PenstockError]] = []
         self.link_fails = False
-        self.feeds: dict[int, QueueOutlet] = {}
+        self.feeds = Open(self)
         self.pumped: list[Any] = []
         self._delivery = 0
 
@@ -47,11 +59,6 @@ class Client:
     def next_delivery(self) -> int:
         self._delivery += 1
         return self._delivery
-
-    def stopped(self, feed: int, error: PenstockError) -> None:
-        self.ended.append((feed, error))
-        if self.link_fails:
-            raise MemoryError
 
 
 class Outlet(QueueOutlet):

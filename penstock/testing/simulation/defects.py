@@ -72,7 +72,7 @@ def _audit_gives_up(original: Any) -> Any:
         try:
             self.log.append_missing(entries)
         except PenstockError:
-            self._failed = False
+            self.failure = None
         self.position = max(self.position, end)
 
     return append
