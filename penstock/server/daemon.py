@@ -48,7 +48,7 @@ class Daemon:
             self.settings, self.broker, self.broker.fastpath, self.broker.courtesy
         )
         self._zmq = ZmqServer(self.settings, self.broker)
-        self._fanout = Fanout(self.settings)
+        self._fanout = Fanout(self.settings, self.counters)
         self._http: HttpServer | None = None
         self._beside: list[asyncio.Task[None]] = []
 

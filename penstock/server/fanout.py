@@ -17,6 +17,7 @@ from penstock.model.batch import EventBatch
 from penstock.model.errors import InvalidSettings
 from penstock.model.settings import Settings
 from penstock.server.curve import Gate
+from penstock.server.metrics_counters import Counters
 from penstock.server.zmq_listener import bind, configure, is_loopback
 from penstock.server.zmq_peers import Peers
 from penstock.wire.frame import ENVELOPE, MAGIC, VERSION, Kind, Mark
@@ -51,8 +52,9 @@ class _Held(weakref.ref[memoryview]):
 class Fanout:
     """Sends committed batches to subscribers."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, tally: Counters | None = None) -> None:
         self.settings = settings
+        self._tally = tally or Counters()
         self._prefixes: set[bytes] = set()
         self._all = False
         self._wanted: dict[str, bool] = {}
@@ -126,6 +128,7 @@ class Fanout:
 
     def _send(self, batch: EventBatch) -> None:
         if not self._room():
+            self._tally.backpressure("fan-out")
             return
         encoded = memoryview(batch.encode())
         held = _Held(encoded, self._freed.append)  # called in a thread of pyzmq

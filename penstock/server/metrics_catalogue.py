@@ -60,7 +60,7 @@ SECTIONS: dict[str, tuple[Family, ...]] = {
     ),
     "Refusals and failures": (
         _counter("penstock_refused_publishes_total", "Publishes and replays that were refused, and the limit that was reached. `deferred` and `throttled` are back-pressure; `dropped` never fits.", "kind", "limit", "tenant"),
-        _counter("penstock_backpressure_total", "Times that deliveries to a client were stopped, and why.", "reason"),
+        _counter("penstock_backpressure_total", "Times that deliveries to a client were stopped, and why: its `send-buffer` was full, or the `fan-out` had no room for a batch and left it out.", "reason"),
         _counter("penstock_fastpath_total", "Large payloads and frames whose work was `taken` off the broker's loop, or had `fallen-back` to it because all threads were busy.", "outcome"),
         _counter("penstock_failed_deliveries_total", "Deliveries that were `nacked`, `expired`, `returned` by a consumer that left, or `rejected`. All but the last are tried again until attempts run out: the retry rate.", "cause"),
         _counter("penstock_dead_letters_total", "Events that became dead letters.", *PAIR),
