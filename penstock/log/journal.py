@@ -165,7 +165,12 @@ class Journal:
     # -- on the owner's loop ---------------------------------------------------------------------
 
     def spare_wanted(self, size: int) -> int:
-        """How much `prepare` should allocate now, or 0: there is always a file in reserve."""
+        """How much `prepare` should allocate now, or 0: there is always a file in reserve.
+
+        It has room for `size` bytes beside what is kept back in the last file: while a commit begins
+        it, it is the last one.
+        """
+        size += self._kept_bytes
         if self._spare_bytes >= size + SLACK_BYTES:
             return 0
         return max(self._settings.file_bytes, size) + SLACK_BYTES
@@ -200,9 +205,12 @@ class Journal:
         """
         keep = 0
         if not last and not self._spare_bytes:
-            keep = min(self._settings.reserve_bytes, self._settings.file_bytes // 4)
-            keep //= 4 if reserve else 1
+            keep = self._kept_bytes // (4 if reserve else 1)
         return commit.end - self.base + size + keep <= self._allocated
+
+    @property
+    def _kept_bytes(self) -> int:
+        return min(self._settings.reserve_bytes, self._settings.file_bytes // 4)
 
     def descriptors(self, count: int) -> Sequence[int]:
         """The active file, for whoever syncs it; none where the operating system knows none."""

@@ -124,7 +124,18 @@ def test_there_is_always_a_spare_file_before_the_active_one_is_full(folder) -> N
     home.journal.prepare(wanted)
     assert home.disk.exists(SPARE)
     assert home.journal.spare_wanted(100) == 0
-    assert home.journal.spare_wanted(3 * MIB) == 3 * MIB + SLACK_BYTES
+    kept = MIB // 4
+    assert home.journal.spare_wanted(3 * MIB) == 3 * MIB + kept + SLACK_BYTES
+
+
+@pytest.mark.parametrize("reserve", [True, False])
+def test_a_file_made_for_a_commit_has_room_for_it(folder, reserve: bool) -> None:
+    """Beside what is kept back: else a commit that large would wait for ever, on an empty disk."""
+    journal = folder().journal
+    journal.prepare(journal.spare_wanted(3 * MIB))
+    commit = journal.begin(0, 3 * MIB)
+    assert commit.roll is not None
+    assert journal.fits(commit, 3 * MIB, reserve=reserve)
 
 
 def test_a_commit_larger_than_a_file_gets_a_file_of_its_size(folder) -> None:

@@ -14,7 +14,7 @@ from penstock.core.entry import GroupSpec
 from penstock.core.retry import Retry
 from penstock.engines.ask_reference import reference
 from penstock.model.event import Receipt
-from penstock.server import connection, link, oldclient, session, tcp_link, zeromq
+from penstock.server import connection, feeds, link, oldclient, session, tcp_link, zeromq
 from penstock.wire import frame, mark, message, negotiation, oldcommand
 from penstock.wire.frame import Kind
 from penstock.wire.schema import DeliverEvents, EventItem, Result
@@ -87,7 +87,7 @@ def test_old_commands() -> None:
         f"0 to {frame.MAX_PARTS:,} byte strings",
         f"at most {frame.MAX_META_BYTES >> 20} MiB; empty",
         f"the last {session.MAX_KEPT_ANSWERS:,}, at most {session.MAX_KEPT_BYTES >> 20} MiB",
-        f"| feeds of a session | {session.MAX_FEEDS:,} |",
+        f"| feeds of a session | {feeds.MAX_FEEDS:,} |",
         f"| heartbeats of a session | {session.MAX_BEATS_PER_S} a second;",
         f"| settlements in one Settle | {session.MAX_SETTLEMENTS:,};",
         f"that break the protocol | {connection.MAX_VIOLATIONS} are answered",
