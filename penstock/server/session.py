@@ -12,14 +12,13 @@ import msgspec
 from penstock.core.entry import SessionPut
 from penstock.engines import request as requests
 from penstock.engines.dispatcher import Dispatcher
-from penstock.engines.engine import Subscribe as Wanted
 from penstock.engines.handle import Inbox, LeasedBatch
 from penstock.model.batch import EventBatch
 from penstock.model.errors import BusClosed, InvalidInput, PenstockError, ProtocolViolation
 from penstock.model.event import Identity
 from penstock.server.asking import Asking
 from penstock.server.direct import direct_wish
-from penstock.server.inbound import check_read, check_subscribe
+from penstock.server.inbound import check_read, check_subscribe, wanted_by
 from penstock.server.outlet import LogOutlet, QueueOutlet, refuse, stopped_frame
 from penstock.server.replies import Replies
 from penstock.server.storing import Storing
@@ -287,7 +286,7 @@ class Session:
         taken = {*self.feeds, *self._opening}
         if wish.feed in taken or wish.feed == DIRECT_FEED or len(taken) >= MAX_FEEDS:
             raise InvalidInput(f"feed {wish.feed} is open already, or {MAX_FEEDS} are")
-        wanted = Wanted(wish.group, wish.spec, wish.member, wish.max_inflight, self.identity)
+        wanted = wanted_by(wish, self.identity)
         self.may_read(wish.spec.patterns)
         self._ended.pop(wish.feed, None)
         opening = self._opening[wish.feed] = asyncio.get_running_loop().create_future()
