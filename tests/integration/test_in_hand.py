@@ -134,6 +134,18 @@ async def test_what_tasks_have_in_hand_does_not_come_again(
             assert await rest(sub) == []
 
 
+async def test_a_listener_goes_on_where_it_was(broker: BrokerProcess) -> None:
+    """Its group ended with the broker, and is made anew by the listener alone."""
+    async with penstock.connect(broker.url()) as bus:
+        await bus.publish_many("in.a", FIRST)
+        async with bus.subscribe("in.*", mode="log", start="earliest") as sub:
+            await take(sub, 10)
+            await restart(broker)
+            await bus.flush()
+            await bus.publish_many("in.a", LATER)
+            assert payloads(await take(sub, 2)) == LATER
+
+
 async def test_a_subscription_that_is_new_gets_what_nobody_committed(broker: BrokerProcess) -> None:
     """It has nothing in hand, though its name is that of one that had."""
     async with penstock.connect(broker.url()) as bus:
