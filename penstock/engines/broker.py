@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
@@ -20,12 +20,14 @@ from penstock.engines.remote_delivery import RemoteDelivery, RemoteQueue, settle
 from penstock.engines.remote_log import RemoteLog
 from penstock.engines.remote_publisher import SPREAD, RemotePublisher, described
 from penstock.engines.request import AdmitReplay, DeleteGroup
+from penstock.engines.wish import wish
 from penstock.model.batch import EventBatch
 from penstock.model.errors import (
     AlreadySettled,
     BrokerUnreachable,
     BusClosed,
     ConnectionLost,
+    Fenced,
     LeaseExpired,
     PenstockError,
     Unsupported,
@@ -153,7 +155,12 @@ class BrokerEngine:
             [(settle.delivery.number, settle.index) for settle in transaction.acks],
             [commit for _, commit in cursors], transaction.key,
         )  # fmt: skip
-        answer = await self.channel.call(Kind.TRANSACT, message, parts, deadline_s=deadline_s)
+        try:
+            answer = await self.channel.call(Kind.TRANSACT, message, parts, deadline_s=deadline_s)
+        except Fenced:
+            for feed, commit in cursors:
+                feed.fenced(commit)
+            raise
         published: say.Published = decode(answer.meta, say.Published)
         if published.key_known:
             return None
@@ -214,7 +221,7 @@ class BrokerEngine:
         self._feeds[feed.number] = feed
         self._asked.add(feed.number)
         try:
-            await self.channel.call(Kind.SUBSCRIBE, _wish(feed), again=True)
+            await self.channel.call(Kind.SUBSCRIBE, wish(feed), again=True)
         except BaseException as error:
             del self._feeds[feed.number]
             self._let_go(feed, error)
@@ -323,7 +330,7 @@ class BrokerEngine:
                 continue  # it would take the place of who came after it under its name
             self._asked.add(feed.number)
             held = list(feed.held.values()) if isinstance(feed, RemoteQueue) else []
-            call = self.channel.begin(Kind.SUBSCRIBE, _wish(feed, held), again=True)
+            call = self.channel.begin(Kind.SUBSCRIBE, wish(feed, held), again=True)
             task = asyncio.create_task(self._joined(feed, call, held))
             self._joining.add(task)
             task.add_done_callback(self._joining.discard)
@@ -372,8 +379,8 @@ class BrokerEngine:
     async def _chunk(
         self, topic: str, partition: int, start: int, stop: int | None
     ) -> tuple[bool, list[EventBatch]]:
-        wish = say.Read(topic, partition, start, stop, CHUNK_BYTES)
-        answer = await self.channel.call(Kind.READ, wish, again=True)
+        wanted = say.Read(topic, partition, start, stop, CHUNK_BYTES)
+        answer = await self.channel.call(Kind.READ, wanted, again=True)
         chunk: say.Chunk = decode(answer.meta, say.Chunk)
         return chunk.end, [EventBatch.decode(part) for part in answer.parts]
 
@@ -390,11 +397,3 @@ class BrokerEngine:
         message = say.Ask(kind.__name__, msgspec.to_builtins(request, builtin_types=(bytes,)))
         answer = await self.channel.call(Kind.ASK, message, again=kind in READ_ONLY)
         return decode(answer.meta, ANSWERS[kind])
-
-
-def _wish(feed: RemoteQueue | RemoteLog, held: Sequence[RemoteDelivery] = ()) -> say.Subscribe:
-    wanted = feed.wanted
-    return say.Subscribe(
-        feed.number, wanted.group, wanted.spec, wanted.member, wanted.max_inflight,
-        [delivery.in_hand() for delivery in held],
-    )  # fmt: skip

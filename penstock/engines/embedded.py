@@ -312,7 +312,7 @@ class EmbeddedEngine:
         name = subscribe.group
         await self.groups.ensure(name, subscribe.spec)
         if subscribe.spec.mode == "log":
-            return self.groups.logs[name].join(subscribe.member)
+            return self.groups.logs[name].join(subscribe.member, subscribe.handed)
         return self.dispatcher.join(
             name, subscribe.member, subscribe.max_inflight, subscribe.identity.tenant
         )

@@ -87,6 +87,14 @@ def _as_lists(batch: EventBatch) -> Draft:
     return draft
 
 
+class Stretch(NamedTuple):
+    """Events of a partition that a member of a log group was handed, without a gap."""
+
+    start: int
+    stop: int
+    epoch: int
+
+
 class Subscribe(msgspec.Struct, frozen=True):
     """Everything an engine needs to know to open a feed."""
 
@@ -95,6 +103,8 @@ class Subscribe(msgspec.Struct, frozen=True):
     member: str
     max_inflight: int
     identity: Identity = Identity()
+    handed: dict[tuple[str, int], Stretch] = {}
+    """Log mode, by topic and partition: what the member has from before the broker was restarted."""
 
 
 class Delivery(Protocol):

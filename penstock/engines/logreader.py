@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from types import MappingProxyType
 
 from penstock.core.assignment import Changes, Rebalance
 from penstock.core.entry import Committed, Entry
 from penstock.core.state import GroupState, Place
-from penstock.engines.engine import Handed
+from penstock.engines.engine import Handed, Stretch
 from penstock.engines.reading import READ_EVENTS, load
 from penstock.engines.runtime import Runtime
 from penstock.log.eventlog import EventLog
@@ -18,6 +19,7 @@ from penstock.model.errors import BusClosed, Fenced, PenstockError
 
 # How long a member may sit on a partition that another is to take over.
 REVOKE_S = 30.0
+NOTHING: Mapping[Place, Stretch] = MappingProxyType({})
 
 
 class LogReader:
@@ -227,14 +229,18 @@ class LogGroup:
         )
         self._alarm: asyncio.TimerHandle | None = None
 
-    def join(self, member: str) -> LogReader:
-        """A consumer begins to read; one that is there under its name gets no more."""
+    def join(self, member: str, handed: Mapping[Place, Stretch] = NOTHING) -> LogReader:
+        """A consumer begins to read; one that is there under its name gets no more.
+
+        `handed` is what it has from before this process was restarted. That counts only for what it is
+        given now: what it gets later was somebody else's meanwhile.
+        """
         former = self.readers.get(member)
         if former is not None:
             words = f"another consumer joined {self.name!r} as {member!r}"
             former.stop(Fenced(f"{words}; this one gets no more"))
         reader = self.readers[member] = LogReader(member, self)
-        self._tell(self.rebalance.join(member, self.runtime.now()))
+        self._tell(self.rebalance.join(member, self.runtime.now()), member, handed)
         return reader
 
     def left(self, reader: LogReader) -> None:
@@ -262,7 +268,9 @@ class LogGroup:
         for reader in self.readers.values():
             reader.ring()
 
-    def _tell(self, changes: Changes[Place]) -> None:
+    def _tell(
+        self, changes: Changes[Place], joins: str = "", handed: Mapping[Place, Stretch] = NOTHING
+    ) -> None:
         for reader in self.readers.values():
             reader.generation = changes.generation
         for member, places in changes.revoke.items():
@@ -270,8 +278,18 @@ class LogGroup:
                 self.readers[member].asked_back(places)
         for member, places in changes.grant.items():
             for place in places:
-                self.readers[member].granted(place, self.state.cursors[place])
+                has = handed.get(place) if member == joins else None
+                self.readers[member].granted(place, self._start(place, has))
         self._arm()
+
+    def _start(self, place: Place, has: Stretch | None) -> int:
+        """Where a member reads a partition from: behind what it has, if that leaves nothing out."""
+        cursor = self.state.cursors[place]
+        if has is None or has.epoch != self.state.epochs.get(place, 0):
+            return cursor  # a reset since then is meant to bring events again
+        if not has.start <= cursor <= has.stop <= self.log.partition(*place).end:
+            return cursor
+        return has.stop
 
     def _arm(self) -> None:
         if self._alarm is not None:

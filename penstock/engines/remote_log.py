@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from penstock.engines.channel import Channel
-from penstock.engines.engine import Handed, Subscribe
+from penstock.engines.engine import Handed, Stretch, Subscribe
 from penstock.model.batch import EventBatch
-from penstock.model.errors import BusClosed, PenstockError
+from penstock.model.errors import BusClosed, Fenced, PenstockError
 from penstock.wire.frame import Kind
-from penstock.wire.message import Commit, Feed, Fetched, decode
+from penstock.wire.message import MAX_LOG_HELD, Commit, Feed, Fetched, LogHeld, decode
+
+LOG_HELD_BYTES = 1_024  # more than one takes in a message, whatever its topic is called
 
 
 class RemoteLog:
@@ -27,6 +29,8 @@ class RemoteLog:
         self._channel = channel
         self._leave = leave
         self._marked: dict[tuple[str, int], tuple[int, int]] = {}
+        self._has: dict[tuple[str, int], Stretch] = {}
+        """What was handed out and is not committed, by partition; the latest comes last."""
         self._stopped: PenstockError | None = None
 
     async def receive(self) -> Handed:
@@ -35,7 +39,21 @@ class RemoteLog:
             raise self._stopped
         # No deadline: an empty topic is no fault.
         answer = await self._channel.call(Kind.FETCH, Feed(self.number), again=True, deadline_s=0)
-        return Handed(EventBatch.decode(answer.parts[0]), decode(answer.meta, Fetched).epoch)
+        handed = Handed(EventBatch.decode(answer.parts[0]), decode(answer.meta, Fetched).epoch)
+        self._note(*handed)
+        return handed
+
+    def _note(self, batch: EventBatch, epoch: int) -> None:
+        place, start = (batch.topic, batch.partition), batch.base_offset
+        before = self._has.pop(place, None)
+        if before and before.epoch == epoch and before.start <= start <= before.stop:
+            start = before.start
+        self._has[place] = Stretch(start, batch.end_offset, epoch)
+
+    def in_hand(self) -> list[LogHeld]:
+        """What a broker that was restarted need not hand out again; of too many, the latest."""
+        most = min(MAX_LOG_HELD, self._channel.frame_bytes // LOG_HELD_BYTES)
+        return [LogHeld(*place, *has) for place, has in [*self._has.items()][-most:]]
 
     def mark(self, topic: str, partition: int, offset: int, epoch: int) -> None:
         """The consumer is through with everything before `offset`, as handed out in an epoch."""
@@ -51,12 +69,24 @@ class RemoteLog:
         for (topic, partition, offset), epoch in zip(commit.marks, commit.epochs, strict=True):
             if self._marked.get((topic, partition)) == (offset, epoch):
                 del self._marked[topic, partition]
+            has = self._has.get((topic, partition))
+            if has is not None and has.epoch == epoch and has.stop <= offset:
+                del self._has[topic, partition]
+
+    def fenced(self, commit: Commit) -> None:
+        """These were refused: whoever was told so counts on them to come again, here or elsewhere."""
+        for topic, partition, _ in commit.marks:
+            self._has.pop((topic, partition), None)
 
     async def commit(self) -> None:
         """Make what was marked the group's place, durably."""
         commit = self.pending()
         if commit.marks:
-            await self._channel.call(Kind.COMMIT, commit, again=True)
+            try:
+                await self._channel.call(Kind.COMMIT, commit, again=True)
+            except Fenced:
+                self.fenced(commit)
+                raise
             self.committed(commit)
 
     @property

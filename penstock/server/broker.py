@@ -13,6 +13,8 @@ import uuid
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
+import msgspec
+
 from penstock.core.entry import SessionGone
 from penstock.engines import request as requests
 from penstock.engines.embedded import CAPABILITIES, EmbeddedEngine
@@ -254,6 +256,9 @@ class Broker:
         lock = self._doors.setdefault(wanted.group, asyncio.Lock())
         async with lock:  # two under one name must not come in at once
             check_join(self.engine, wanted.identity, wanted.group)
+            if wanted.group not in self.engine.state.groups and not wanted.spec.ephemeral:
+                # It was deleted while its member was away: what that has in hand is of another group.
+                wanted = msgspec.structs.replace(wanted, handed={})
             await self.engine.groups.ensure(wanted.group, wanted.spec)
             queue = self.engine.dispatcher.groups.get(wanted.group)
             log_group = self.engine.groups.logs.get(wanted.group)

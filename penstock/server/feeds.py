@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from penstock.engines.engine import Subscribe as Wanted
 from penstock.engines.handle import Inbox, LeasedBatch
 from penstock.model.errors import BusClosed, InvalidInput, PenstockError
 from penstock.server.direct import direct_wish
-from penstock.server.inbound import check_subscribe
+from penstock.server.inbound import check_subscribe, wanted_by
 from penstock.server.outlet import LogOutlet, QueueOutlet, stopped_frame
 from penstock.wire import message as say
 from penstock.wire.fault import to_error
@@ -43,9 +42,7 @@ class Feeds(dict[int, QueueOutlet | LogOutlet]):
         taken = {*self, *self._opening}
         if wish.feed in taken or wish.feed == DIRECT_FEED or len(taken) >= MAX_FEEDS:
             raise InvalidInput(f"feed {wish.feed} is open already, or {MAX_FEEDS} are")
-        wanted = Wanted(
-            wish.group, wish.spec, wish.member, wish.max_inflight, self._session.identity
-        )
+        wanted = wanted_by(wish, self._session.identity)
         self._session.may_read(wish.spec.patterns)
         self.ended.pop(wish.feed, None)
         opening = self._opening[wish.feed] = asyncio.get_running_loop().create_future()

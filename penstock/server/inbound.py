@@ -14,7 +14,8 @@ import numpy as np
 
 from penstock.core.entry import GroupSpec
 from penstock.engines.embedded import EmbeddedEngine
-from penstock.engines.engine import Draft, Request
+from penstock.engines.engine import Draft, Request, Stretch
+from penstock.engines.engine import Subscribe as Wanted
 from penstock.engines.operator_rules import MAX_NAME_CHARACTERS
 from penstock.engines.request import ExportAudit, PutSchedule
 from penstock.model.batch import EventBatch, check_columns
@@ -26,7 +27,7 @@ from penstock.model.token import TOKEN_BYTES
 from penstock.model.topic import check_topic, is_system, is_wildcard, tenant_of
 from penstock.server.admin_tenancy import Tenancy
 from penstock.wire.frame import Bytes
-from penstock.wire.message import DraftMeta, Hello, Subscribe
+from penstock.wire.message import MAX_LOG_HELD, DraftMeta, Hello, Subscribe
 
 REPLY_PREFIX = "_inbox."
 MODES = ("queue", "log")
@@ -76,6 +77,35 @@ def check_subscribe(wish: Subscribe) -> None:
         )
     if not 0 < len(spec.patterns) <= MAX_PATTERNS:
         raise InvalidInput(f"a group reads 1 to {MAX_PATTERNS} patterns, not {len(spec.patterns)}")
+    _check_log_held(wish)
+
+
+def _check_log_held(wish: Subscribe) -> None:
+    held = wish.log_held
+    if held and wish.spec.mode != "log":
+        raise InvalidInput(f"log_held is for mode 'log', not {wish.spec.mode!r}; use held")
+    places = {(each.topic, each.partition) for each in held}
+    if len(held) > MAX_LOG_HELD or len(places) < len(held):
+        raise InvalidInput(
+            f"log_held names at most {MAX_LOG_HELD} partitions, each once; not {len(held)}, "
+            f"{len(places)} of them different"
+        )
+    for each in held:
+        numbers = (each.partition, each.epoch, each.start, each.stop)
+        if min(numbers) < 0 or max(numbers) > INT64[1] or each.start > each.stop:
+            raise InvalidInput(
+                "log_held has a partition, a start, a stop not before it and an epoch, all from 0 to "
+                f"{INT64[1]}; not {each.partition}, {each.start}, {each.stop}, {each.epoch}"
+            )
+
+
+def wanted_by(wish: Subscribe, identity: Identity) -> Wanted:
+    """A client's subscription, once it is checked, as the engine knows it."""
+    handed = {
+        (each.topic, each.partition): Stretch(each.start, each.stop, each.epoch)
+        for each in wish.log_held
+    }
+    return Wanted(wish.group, wish.spec, wish.member, wish.max_inflight, identity, handed)
 
 
 def check_span(seconds: float | None) -> None:

@@ -16,6 +16,8 @@ from penstock.model.event import Receipt
 
 TRANSACTION_KEYS = "transaction-keys"
 """Among the capabilities of a Welcome: this broker heeds the key of a Transact."""
+MAX_LOG_HELD = 1_024
+"""Partitions that one Subscribe names in `log_held`: all those of the largest topic."""
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
@@ -32,6 +34,18 @@ class Held(Message, frozen=True):
     count: int
     attempt: int
     handed: int
+
+
+class LogHeld(Message, frozen=True):
+    """Events of one partition that a log feed was handed, one behind another without a gap."""
+
+    topic: str
+    partition: int
+    start: int
+    stop: int
+    """Behind the last of them."""
+    epoch: int = 0
+    """As Fetched said with them."""
 
 
 class Hello(Message, frozen=True):
@@ -144,6 +158,8 @@ class Subscribe(Message, frozen=True):
     max_inflight: int
     held: list[Held] = []
     """Deliveries from before the broker was restarted, to be taken up again."""
+    log_held: list[LogHeld] = []
+    """Mode `log`: what was handed out before the broker was restarted, not to be handed out again."""
 
 
 class Joined(Message, frozen=True):

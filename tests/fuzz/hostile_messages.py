@@ -42,12 +42,13 @@ FULL = say.DraftMeta(
 LATER = say.DraftMeta(TOPIC, payloads=[b"a"], expires_us=[10**16], priority=[1], deliver_at_us=1)
 SETTLEMENT = say.Settlement(1, 5, [0, 1], [(1, 0.5, "no")], [(2, "bad")], [(3, 1.0)])
 HELD = say.Held(7, TOPIC, 0, 0, 5, 1, 5)
+LOG_HELD = say.LogHeld(TOPIC, 0, 0, 2, 1)
 LOG = GroupSpec((TOPIC,), "log")
 FIRM = GroupSpec((TOPIC,), "queue", "key", Retry((1, 10), 3), 1.0, {"h": "v"}, "offset:1")
 
 HONEST: list[tuple[Kind, say.Message | None]] = [
     (Kind.SUBSCRIBE, say.Subscribe(1, "billing", SPEC, "guest", 10)),
-    (Kind.SUBSCRIBE, say.Subscribe(2, "reading", LOG, "guest", 10)),
+    (Kind.SUBSCRIBE, say.Subscribe(2, "reading", LOG, "guest", 10, [], [LOG_HELD])),
     (Kind.SUBSCRIBE, say.Subscribe(3, "firm", FIRM, "guest", 10, [HELD])),
     (Kind.PUBLISH, say.Publish(1, [FULL])),
     (Kind.PUBLISH, say.Publish(2, [LATER, say.DraftMeta(TOPIC, payloads=[b"x"])])),

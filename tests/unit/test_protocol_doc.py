@@ -88,6 +88,7 @@ def test_old_commands() -> None:
         f"at most {frame.MAX_META_BYTES >> 20} MiB; empty",
         f"the last {session.MAX_KEPT_ANSWERS:,}, at most {session.MAX_KEPT_BYTES >> 20} MiB",
         f"| feeds of a session | {feeds.MAX_FEEDS:,} |",
+        f"| partitions in `log_held` of one Subscribe | {message.MAX_LOG_HELD:,};",
         f"| heartbeats of a session | {session.MAX_BEATS_PER_S} a second;",
         f"| settlements in one Settle | {session.MAX_SETTLEMENTS:,};",
         f"that break the protocol | {connection.MAX_VIOLATIONS} are answered",
