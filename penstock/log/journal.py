@@ -165,12 +165,8 @@ class Journal:
     # -- on the owner's loop ---------------------------------------------------------------------
 
     def spare_wanted(self, size: int) -> int:
-        """How much `prepare` should allocate now, or 0: there is always a file in reserve.
-
-        It has room for `size` bytes beside what is kept back in the last file: while a commit begins
-        it, it is the last one.
-        """
-        size += self._kept_bytes
+        """How much `prepare` should allocate now, or 0: there is always a file in reserve."""
+        size += self._kept_bytes  # while a commit begins it, it is the last file
         if self._spare_bytes >= size + SLACK_BYTES:
             return 0
         return max(self._settings.file_bytes, size) + SLACK_BYTES
