@@ -217,7 +217,7 @@ def check_join(engine: EmbeddedEngine, identity: Identity, group: str) -> None:
     What a route leads to the group is not looked at: whoever made the route has decided that.
     """
     known = engine.state.groups.get(group)
-    if known is None:
+    if known is None or ADMIN in identity.roles:
         return
     try:
         check_read(engine, identity, [*known.spec.patterns, *engine.groups.topics_of(group)])
