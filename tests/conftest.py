@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,10 @@ from penstock.testing.sim_disk import SimCrash, SimDisk
 from penstock.testing.sim_loop import LoopRuntime, SimClock, SimLoop, kill
 
 # Small files, no process of its own, little grace: everything happens, and soon.
+# In the background a shell has its programs ignore Ctrl-C, and these theirs: tests interrupt some.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 SMALL = {
     "journal.file_bytes": 1 << 20,
     "sealing.process": False,

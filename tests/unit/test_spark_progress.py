@@ -175,7 +175,9 @@ def test_a_query_without_a_batch_has_no_numbers() -> None:
 
 def watched(query: Query, *, terminal: bool, quiet: bool = False) -> str:
     printed = io.StringIO()
-    console = Console(file=printed, force_terminal=terminal, width=160, quiet=quiet)
+    console = Console(
+        file=printed, force_terminal=terminal, width=160, quiet=quiet, _environ={}
+    )  # whatever terminal the tests have
     display.watch({"risk-tags": query}, console=console, quiet=quiet)  # type: ignore[dict-item]
     return printed.getvalue()
 
