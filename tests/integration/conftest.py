@@ -1,17 +1,19 @@
-"""What integration tests share: peers as far as they are installed, and a disk that is soon full."""
+"""What integration tests share: a broker, peers as far as they are installed, a disk that is soon full."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
 from penstock.bench.peers import Peer, make_peer
 from penstock.bench.peers.rabbitmq import server_path
+from penstock.testing.broker_process import BrokerProcess
 
 # Servers that come with the system, and where they are; the others come with `penstock[bench]`.
 SYSTEM_SERVERS = {"redis": shutil.which("redis-server"), "rabbitmq": server_path()}
@@ -24,6 +26,16 @@ def peer(request: pytest.FixtureRequest) -> Peer:
     if SYSTEM_SERVERS.get(name, name) is None:
         pytest.skip(f"{name}-server is not installed: apt-get install {name}-server")
     return make_peer(name)
+
+
+@pytest.fixture
+async def broker(tmp_path: Path) -> AsyncIterator[BrokerProcess]:
+    """A broker process on a folder of its own; its loop is not ours."""
+    broker = await asyncio.to_thread(BrokerProcess(tmp_path / "data").start)
+    try:
+        yield broker
+    finally:
+        await asyncio.to_thread(broker.stop)
 
 
 @pytest.fixture

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,15 +21,6 @@ QUIET_S = 1.0
 GROUP = "mover"
 FIRST = [b"%d" % number for number in range(10)]
 LATER = [b"10", b"11"]
-
-
-@pytest.fixture
-async def broker(tmp_path: Path) -> AsyncIterator[BrokerProcess]:
-    broker = await asyncio.to_thread(BrokerProcess(tmp_path / "data").start)
-    try:
-        yield broker
-    finally:
-        await asyncio.to_thread(broker.stop)
 
 
 def reading(bus: penstock.Bus, **options: Any) -> penstock.Subscription:

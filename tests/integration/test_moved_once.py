@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,15 +15,6 @@ from penstock.testing.broker_process import BrokerProcess
 DEADLINE_S = 20.0
 QUIET_S = 1.0
 PAYLOADS = [b"0", b"1", b"2", b"3"]
-
-
-@pytest.fixture
-async def broker(tmp_path: Path) -> AsyncIterator[BrokerProcess]:
-    broker = await asyncio.to_thread(BrokerProcess(tmp_path / "data").start)
-    try:
-        yield broker
-    finally:
-        await asyncio.to_thread(broker.stop)
 
 
 async def stored(bus: penstock.Bus, topic: str) -> list[bytes]:

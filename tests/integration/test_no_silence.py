@@ -7,7 +7,6 @@ import logging
 import math
 import socket
 import threading
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,6 @@ from penstock.wire.stream import encode_frame, encode_message
 
 DEADLINE_S = 30.0
 TOPIC = "orders.created"
-
-
-@pytest.fixture
-async def broker(tmp_path: Path) -> AsyncIterator[BrokerProcess]:
-    broker = await asyncio.to_thread(BrokerProcess(tmp_path / "data").start)
-    try:
-        yield broker
-    finally:
-        await asyncio.to_thread(broker.stop)
 
 
 async def test_what_cannot_be_sent_fails_alone(broker: BrokerProcess) -> None:
