@@ -28,6 +28,10 @@ Operation = Literal[
     "publish_batched", "publish_awaited", "publish_serial", "queue", "fanout", "read_batches"
 ]
 
+# A case may take 40 s; what is left over is for imports, stopping servers and deleting data.
+BUDGET_S = 35.0
+DEFAULT_ROUNDS = 3
+DEFAULT_SECONDS = 2.0
 PAYLOAD_BYTES = 100  # the size every number in the docs is quoted for
 BATCH_EVENTS = 1000  # events in one batched call
 # 64,000 distinct payloads: too many for a compressor or cache to learn, 10 MB of memory.
@@ -83,8 +87,9 @@ class Case:
 
     `prepare` runs once before the rounds (its time is taken from the case's budget, not from a
     window). Without an `operation` no peer can run the case; it is the name of one that
-    `penstock.bench.peers.operation` has, or a function of its own. `rounds` is how many the case
-    takes when nobody says. `parts` name classes; each gets a process of its own for all rounds.
+    `penstock.bench.peers.operation` has, or a function of its own. `rounds`, `seconds` of a window and
+    `budget_s` for all of it are what the case takes when nobody says. `parts` name classes; each gets
+    a process of its own for all rounds.
     """
 
     name: str
@@ -94,7 +99,9 @@ class Case:
     operation: Operation | PeerSide | None = None
     peers: tuple[str, ...] = PEERS
     prepare: Callable[[Window], Awaitable[None]] | None = None
-    rounds: int | None = None
+    rounds: int = DEFAULT_ROUNDS
+    seconds: float = DEFAULT_SECONDS
+    budget_s: float = BUDGET_S
     parts: tuple[str, ...] = ()
 
     def runs_on(self, peer: str) -> bool:

@@ -31,11 +31,7 @@ from penstock.bench.report import compare
 from penstock.bench.result import OURS, result
 from penstock.model.errors import InvalidInput, InvalidSettings, PenstockError, RequestTimedOut
 
-# A case may take 40 s; what is left over is for imports, stopping servers and deleting data.
-BUDGET_S = 35.0
-DEFAULT_ROUNDS = 3
 MAX_ROUNDS = 20
-DEFAULT_SECONDS = 2.0
 # Below this a window measures its own edges; a round that cannot have it is not run.
 MIN_WINDOW_S = 0.1
 # What opening and checking around a window takes, until a turn has shown it.
@@ -64,9 +60,9 @@ def run_case(
     vs: Sequence[str] = (),
     *,
     folder: Path,
-    seconds: float = DEFAULT_SECONDS,
+    seconds: float | None = None,
     rounds: int | None = None,
-    budget_s: float = BUDGET_S,
+    budget_s: float | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Run one case against the peers named in `vs` and return the result as JSON-ready data.
@@ -75,8 +71,9 @@ def run_case(
     with the reason in `left_out`, and `complete` says whether all that were asked for ran.
     """
     case = find_case(name)
-    if rounds is None:
-        rounds = case.rounds or DEFAULT_ROUNDS
+    rounds = case.rounds if rounds is None else rounds
+    seconds = case.seconds if seconds is None else seconds
+    budget_s = case.budget_s if budget_s is None else budget_s
     _check(vs, seconds, rounds, budget_s)
     folder.mkdir(parents=True, exist_ok=True)
     place = Path(tempfile.mkdtemp(prefix="bench-", dir=folder)).resolve()

@@ -66,7 +66,7 @@ def list_(invocation: Invocation) -> None:
 @folder_option
 @click.pass_obj
 def run(invocation: Invocation, case: str, vs: str, seconds: float | None, rounds: int | None, within: float | None, folder: Path | None) -> None:  # fmt: skip
-    """Run one case; it ends within 40 s unless you say otherwise.
+    """Run one case; most end within 40 s, those that compare a p99 in four minutes.
 
     Ends with 1 when a peer that was asked for could not run.
     """

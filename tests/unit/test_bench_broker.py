@@ -303,13 +303,17 @@ def test_the_slowest_consumer_counts_and_none_is_faster_than_it_was_fed(
     assert sample.per_s == each * 4 / 4
 
 
-def test_a_neighbour_is_judged_by_the_p99_of_all_turns_together() -> None:
+def test_a_neighbour_is_judged_by_the_p99_of_the_turn_in_the_middle() -> None:
+    """T11: the machine pauses in a turn of either kind, and that is no neighbour's doing."""
+
     def turn(*latencies_ms: float) -> dict[str, Any]:
         return {"sample": figures(500), "latencies_s": [each / 1000 for each in latencies_ms]}
 
-    alone, beside = [turn(1, 2), turn(1, 1)], [turn(2, 3), turn(2, 1)]
+    alone = [turn(1, 2), turn(1, 2), turn(1, 2)]
+    beside = [turn(2, 3), turn(2, 3), turn(2, 90)]
     sample = broker_fair._sample(alone, beside, [{"sample": figures(9)}] * 2)
     assert (sample.extra["p50_ratio"], sample.extra["p99_ratio"]) == (2.0, 1.5)
+    assert sample.extra["pooled_p99_ratio"] == 45.0
     assert sample.extra["alone_p99_ms"] == 2.0
     assert (sample.per_s, sample.p99_ms, sample.cpu, sample.rss_mb) == (500, 3.0, 1.0, 100.0)
 
