@@ -73,6 +73,25 @@ def cut(queue: deque[Run], limit: int) -> Run:
     return run
 
 
+def runs(indices: list[int]) -> list[int]:
+    """Start and count of each run of consecutive numbers; sorts them.
+
+    >>> runs([7, 3, 4])
+    [3, 2, 7, 1]
+    """
+    if not indices:
+        return []
+    indices.sort()
+    found: list[int] = []
+    first = previous = indices[0]
+    for index in indices[1:]:
+        if index != previous + 1:
+            found += (first, previous + 1 - first)
+            first = index
+        previous = index
+    return [*found, first, previous + 1 - first]
+
+
 class Doomed(NamedTuple):
     """An event on its way to the dead letters."""
 
@@ -146,6 +165,10 @@ class Lease:
             deadlines += [math.inf] * (index - len(deadlines))
         deadlines.append(deadline)
 
+    def handed(self, index: int) -> bool:
+        """Whether the consumer got an event."""
+        return index < len(self.deadlines) and self.deadlines[index] < math.inf
+
     def expiring(self, now: float) -> list[int]:
         """Indices whose time is up."""
         states = self.states
@@ -167,16 +190,9 @@ class Lease:
         self.dirty = []
         if len(dirty) == self.count:
             return [self.start, self.count]
-        dirty.sort()
-        runs: list[int] = []
-        first = previous = dirty[0]
-        for index in dirty[1:]:
-            if index != previous + 1:
-                runs += (self.start + first, previous + 1 - first)
-                first = index
-            previous = index
-        runs += (self.start + first, previous + 1 - first)
-        return runs
+        found = runs(dirty)
+        found[::2] = [self.start + first for first in found[::2]]
+        return found
 
     def refusal(self, index: int) -> DeliveryError:
         """Why an event that is no longer out cannot be settled."""

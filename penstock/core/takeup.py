@@ -1,18 +1,20 @@
 """Taking up: the delivery machine of a group before and after its process died.
 
 `ledgers` says what a machine owes, `restore` builds one that owes the same, `adopt` gives a holder
-that came back what it held, and `release` ends the wait for the rest. They are part of the machine
-(penstock.core.delivery) and use its inner parts.
+that came back what it held, and `release` ends the wait for the rest. `take_back` is for a member that
+only lost its connection. They are part of the machine (penstock.core.delivery) and use its inner parts.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from penstock.core.delivery import MAX_LEASE_EVENTS, QueueGroup
-from penstock.core.lease import OUT, RETURNED, Lane, Lease, Member, Run
+from penstock.core.lease import OUT, RETURNED, Lane, Lease, Member, Run, runs
 from penstock.core.ledger import AT_ONCE_MS, Ledger
+
+BACK_WITHOUT = "its consumer came back without it"
 
 
 def ledgers(group: QueueGroup, now: float) -> dict[tuple[str, int], Ledger]:
@@ -104,7 +106,29 @@ def release(group: QueueGroup, now: float, holder: str | None = None) -> None:
     for parked in _parked(group, group._absent if holder is None else (holder,)):
         for index in range(parked.count):
             if parked.states[index] == OUT:
-                group._fail(parked, index, RETURNED, now, 0.0, "its consumer came back without it")
+                group._fail(parked, index, RETURNED, now, 0.0, BACK_WITHOUT)
+
+
+def take_back(
+    group: QueueGroup, member: Member, kept: Mapping[int, Collection[int]], now: float
+) -> None:
+    """A member is back and has these events, by lease: whatever else it was leased comes again at once.
+
+    That is also what was on its way to it, so that nothing overtakes what was lost. Only what it said it
+    had costs an attempt.
+    """
+    for lease in list(member.leases.values()):
+        lane, has = lease.lane, kept.get(lease.fence, ())
+        lost = [at for at in range(lease.count) if lease.states[at] == OUT and at not in has]
+        if lost:
+            lane.known = max(lane.known, lane.cursor)
+        for index in filter(lease.handed, lost):
+            group._fail(lease, index, RETURNED, now, 0.0, BACK_WITHOUT)
+        unseen = runs([index for index in lost if not lease.handed(index)])
+        for first, count in zip(unseen[::2], unseen[1::2], strict=True):
+            for index in range(first, first + count):
+                group._close(lease, index, RETURNED)
+            group._again(Run(lane, lease.start + first, count, lease.attempt - 1), now, 0.0)
 
 
 def _parked(group: QueueGroup, holders: Iterable[str]) -> list[Lease]:

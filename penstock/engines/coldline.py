@@ -1,19 +1,21 @@
 """Cold lines: leased events that must be read from files, and reach each member in its order.
 
-Each lease is read on its own, all of them side by side. A member gets them in the order in which they
-were leased to it (Y3), so one that is at hand waits behind one that is not. Members do not wait for
-each other.
+A member gets its leases in the order in which they were made (Y3), so one that is at hand waits behind
+one that is not. Each is read on its own, the first ones side by side, and in pieces; the next piece is
+put when the member has taken the last. So however much it was leased, little of it lies in memory (Q7).
+Members do not wait for each other.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from itertools import islice
 from typing import Any, TypeVar
 
 from penstock.core.delivery import QueueGroup
 from penstock.core.lease import OUT, Lease
-from penstock.engines.handle import Inbox
+from penstock.engines.handle import Inbox, Unread
 from penstock.engines.reading import load
 from penstock.engines.runtime import Runtime
 from penstock.log.eventlog import EventLog
@@ -21,6 +23,7 @@ from penstock.model.batch import EventBatch
 from penstock.model.errors import OffsetExpired, PenstockError
 
 T = TypeVar("T")
+READ_AHEAD = 2  # leases of one member: the second is read while the first is sent
 Put = Callable[[QueueGroup, Inbox, Lease, Sequence[EventBatch]], None]
 
 
@@ -38,16 +41,23 @@ class ColdLines:
 
     def add(self, group: QueueGroup, inbox: Inbox, lease: Lease) -> None:
         """Begin to read a lease's events; they are put behind what the member was leased before."""
-        inbox.line.append((lease, self._spawn(self._read(lease, lease.start))))
+        inbox.line.append(Unread(lease))
+        self._begin(inbox)
         if len(inbox.line) == 1:
             self._spawn(self._serve(group, inbox))
+
+    def _begin(self, inbox: Inbox) -> None:
+        for each in islice(inbox.line, READ_AHEAD):
+            if each.reading is None:
+                each.reading = self._spawn(self._read(each.lease, each.lease.start))
 
     async def _serve(self, group: QueueGroup, inbox: Inbox) -> None:
         line = inbox.line
         try:
             while line:
-                await self._deliver(group, inbox, *line[0])
+                await self._deliver(group, inbox, line[0])
                 line.popleft()
+                self._begin(inbox)
         except Exception as error:
             if not isinstance(error, PenstockError):
                 error = PenstockError(
@@ -55,27 +65,30 @@ class ColdLines:
                 )
             inbox.stop(error)
         finally:
-            for _, reading in line:
-                reading.cancel()
+            for each in line:
+                if each.reading is not None:
+                    each.reading.cancel()
             line.clear()
 
-    async def _deliver(
-        self, group: QueueGroup, inbox: Inbox, lease: Lease, reading: asyncio.Task[list[EventBatch]]
-    ) -> None:
+    async def _deliver(self, group: QueueGroup, inbox: Inbox, unread: Unread) -> None:
+        lease = unread.lease
         offset, stop = lease.start, lease.start + lease.count
         while True:
+            assert unread.reading is not None  # it is the first
             try:
-                batches = await reading
+                batches = await unread.reading
             except OffsetExpired as error:
                 offset = self._skip(group, lease, offset, error)
             else:
                 if not batches:
-                    return  # the topic was deleted meanwhile
+                    return  # the topic was deleted meanwhile, or the member is gone
+                await inbox.emptied()
                 self._put(group, inbox, lease, batches)
                 offset = batches[-1].end_offset
+                del batches  # they may be large, and the next ones are read meanwhile
             if offset >= stop or not lease.open:
                 return
-            reading = self._spawn(self._read(lease, offset))
+            unread.reading = self._spawn(self._read(lease, offset))
 
     def _skip(self, group: QueueGroup, lease: Lease, offset: int, error: OffsetExpired) -> int:
         """Retention overtook the group: what is gone cannot be delivered. Returns where to go on."""
@@ -87,6 +100,8 @@ class ColdLines:
         return first
 
     async def _read(self, lease: Lease, offset: int) -> list[EventBatch]:
+        if not lease.open:
+            return []
         lane, limit = lease.lane, lease.start + lease.count - offset
         return await load(self._log, self._runtime, lane.topic, lane.partition, offset, limit)
 

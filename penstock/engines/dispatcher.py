@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
 from penstock.core import intervention
-from penstock.core.delivery import QueueGroup
+from penstock.core.delivery import MAX_LEASE_EVENTS, QueueGroup
 from penstock.core.entry import Entry, GroupSpec
 from penstock.core.lease import OUT, STATES, Lane, Lease
 from penstock.core.quota import AdmissionLimits
-from penstock.core.takeup import adopt, release
+from penstock.core.takeup import adopt, release, take_back
 from penstock.core.window import Windows
 from penstock.engines.coldline import ColdLines
-from penstock.engines.handle import Inbox, LeasedBatch
+from penstock.engines.handle import Inbox, LeasedBatch, Stretch
 from penstock.engines.runtime import Runtime
 from penstock.log.eventlog import EventLog, InMemory
 from penstock.model.batch import EventBatch
@@ -98,26 +98,16 @@ class Dispatcher:
         self.pump(group)
         return inbox
 
-    async def adopt(
+    def adopt(
         self, inbox: Inbox, place: tuple[str, int], start: int, count: int, attempt: int
-    ) -> LeasedBatch | None:
+    ) -> Stretch | None:
         """A member came back after a crash of this process: give it what it held, if it can be."""
-        group = inbox.group
+        group, now = inbox.group, self._runtime.now
         lane = group.lanes.get(place)
-        if lane is None:
+        if lane is None or not 0 < count <= MAX_LEASE_EVENTS:
             return None
-        try:
-            sources = self._log.plan(*place, start, count)
-            batches = await self._runtime.read(self._log.load, sources, start, count)
-        except OffsetExpired:
-            return None
-        if len(batches) != 1 or batches[0].count != count:
-            return None  # it was sealed into other batches meanwhile: it comes again
-        now = self._runtime.now()
-        lease = adopt(group, lane, start, count, attempt, inbox.member, now)
-        if lease is None:
-            return None
-        return LeasedBatch(group, lease, batches[0], self._runtime.now, self.touched)
+        lease = adopt(group, lane, start, count, attempt, inbox.member, now())
+        return None if lease is None else Stretch(group, lease, 0, count, now, self.touched)
 
     def release(self, inbox: Inbox, *, alone: bool) -> None:
         """A member that is back holds what it adopted, and no more; `alone`: nor does anybody else."""
@@ -125,6 +115,16 @@ class Dispatcher:
         if self._inboxes.get((group.name, member.id)) is inbox:  # nobody took its place meanwhile
             release(group, self._runtime.now(), None if alone else member.id)
             self.touched(group)
+
+    def take_back(self, inbox: Inbox, kept: Iterable[Stretch]) -> None:
+        """A member is back with no more than this of what it was leased."""
+        group, member = inbox.group, inbox.member
+        has: dict[int, set[int]] = {}
+        for each in kept:
+            indices = range(each.shift, each.shift + each.count)
+            has.setdefault(each.lease.fence, set()).update(indices)
+        take_back(group, member, has, self._runtime.now())
+        self.touched(group)
 
     def _leave(self, inbox: Inbox) -> None:
         # By now group or member may be another of the same name, which stays.

@@ -13,71 +13,36 @@ from penstock.model.errors import BusClosed, PenstockError
 from penstock.model.event import Event
 
 
-class LeasedBatch:
-    """A stretch of one lease that lies in one batch."""
+class Stretch:
+    """Neighbours of one lease in the hands of a consumer; `index` counts from the first of them.
 
-    __slots__ = (
-        "_events",
-        "_next",
-        "_touched",
-        "attempt",
-        "batch",
-        "group",
-        "lease",
-        "now",
-        "shift",
-    )
+    Offsets and no events: those of a client lie in its memory, and need not lie in the broker's.
+    """
+
+    __slots__ = ("_touched", "attempt", "count", "group", "lease", "now", "shift")
 
     def __init__(
         self,
         group: QueueGroup,
         lease: Lease,
-        batch: EventBatch,
+        shift: int,
+        count: int,
         now: Callable[[], float],
         touched: Callable[[QueueGroup], None],
     ) -> None:
         self.group = group
         self.lease = lease
-        self.batch = batch
         self.attempt = lease.attempt
+        self.shift = shift
+        """Where in the lease it begins."""
+        self.count = count
         self.now = now
-        self.shift = batch.base_offset - lease.start
         self._touched = touched
-        self._next = 0
-        self._events: list[Event] | None = None
 
-    def hand(self) -> Event | None:
-        """The next event, its lease running from now."""
-        events = self._events
-        if events is None:
-            attempt = self.attempt
-            batch = self.batch
-            events = self._events = [
-                Event(batch, index, key, payload, headers, attempt, self)
-                for index, (key, payload, headers) in enumerate(
-                    zip(batch.keys(), batch.payloads(), batch.headers(), strict=True)
-                )
-            ]
-        lease = self.lease
-        while self._next < len(events):
-            event = events[self._next]
-            index = self._next + self.shift
-            self._next += 1
-            # Others were filtered out, expired or returned before they could be handed over.
-            if lease.states[index] == OUT:
-                lease.hand(index, self.now() + self.group.spec.lease_s)
-                return event
-        self._events = None
-        return None
-
-    def fresh(self, skip: Sequence[int]) -> int:
-        """How many of its events, without some, the group gets for the first time."""
-        if self.attempt != 1:
-            return 0
-        known = self.lease.lane.known - self.batch.base_offset
-        if known <= 0:
-            return self.batch.count - len(skip)
-        return max(0, self.batch.count - known - sum(index >= known for index in skip))
+    @property
+    def open(self) -> int:
+        """How many of its events are not settled."""
+        return self.lease.states.count(OUT, self.shift, self.shift + self.count)
 
     def ack(self, index: int) -> None:
         """Done."""
@@ -107,6 +72,72 @@ class LeasedBatch:
         self._touched(self.group)
 
 
+class LeasedBatch(Stretch):
+    """A stretch of one lease that lies in one batch, with its events."""
+
+    __slots__ = ("_events", "_next", "batch")
+
+    def __init__(
+        self,
+        group: QueueGroup,
+        lease: Lease,
+        batch: EventBatch,
+        now: Callable[[], float],
+        touched: Callable[[QueueGroup], None],
+    ) -> None:
+        super().__init__(group, lease, batch.base_offset - lease.start, batch.count, now, touched)
+        self.batch = batch
+        self._next = 0
+        self._events: list[Event] | None = None
+
+    def hand(self) -> Event | None:
+        """The next event, its lease running from now."""
+        events = self._events
+        if events is None:
+            attempt, batch = self.attempt, self.batch
+            events = self._events = [
+                Event(batch, index, key, payload, headers, attempt, self)
+                for index, (key, payload, headers) in enumerate(
+                    zip(batch.keys(), batch.payloads(), batch.headers(), strict=True)
+                )
+            ]
+        lease = self.lease
+        while self._next < len(events):
+            event = events[self._next]
+            index = self._next + self.shift
+            self._next += 1
+            # Others were filtered out, expired or returned before they could be handed over.
+            if lease.states[index] == OUT:
+                lease.hand(index, self.now() + self.group.spec.lease_s)
+                return event
+        self._events = None
+        return None
+
+    def fresh(self, skip: Sequence[int]) -> int:
+        """How many of its events, without some, the group gets for the first time."""
+        if self.attempt != 1:
+            return 0
+        known = self.lease.lane.known - self.batch.base_offset
+        if known <= 0:
+            return self.batch.count - len(skip)
+        return max(0, self.batch.count - known - sum(index >= known for index in skip))
+
+    def without_events(self) -> Stretch:
+        """What is left to keep when the events were sent."""
+        return Stretch(self.group, self.lease, self.shift, self.count, self.now, self._touched)
+
+
+class Unread:
+    """A lease whose events must be read from files before they reach its member."""
+
+    __slots__ = ("lease", "reading")
+
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
+        self.reading: asyncio.Task[list[EventBatch]] | None = None
+        """None until its turn is near."""
+
+
 class Inbox:
     """What one member was given and has not looked at yet."""
 
@@ -115,11 +146,12 @@ class Inbox:
         self.member = member
         self.taker: Callable[[LeasedBatch], bool] | None = None
         """Takes what arrives at once, if it can; what it does not take waits for `receive`."""
-        self.line: deque[tuple[Lease, asyncio.Task[list[EventBatch]]]] = deque()
+        self.line: deque[Unread] = deque()
         """Leases whose events are being read from files, and those behind them: put in this order."""
         self._leave = leave
         self._waiting: deque[LeasedBatch] = deque()
         self._getter: asyncio.Future[None] | None = None
+        self._emptied: asyncio.Future[None] | None = None
         self._stopped: PenstockError | None = None
         self._left = False
 
@@ -135,16 +167,13 @@ class Inbox:
         if self.taker is not None and not self._waiting and self.taker(delivery):
             return
         self._waiting.append(delivery)
-        self._ring()
+        _wake(self._getter)
 
     def stop(self, error: PenstockError) -> None:
         """Nothing will arrive any more."""
         self._stopped = error
-        self._ring()
-
-    def _ring(self) -> None:
-        if self._getter is not None and not self._getter.done():
-            self._getter.set_result(None)
+        _wake(self._getter)
+        _wake(self._emptied)
 
     async def receive(self) -> LeasedBatch:
         """Wait for the next stretch of events."""
@@ -153,7 +182,16 @@ class Inbox:
                 raise self._stopped
             self._getter = asyncio.get_running_loop().create_future()
             await self._getter
-        return self._waiting.popleft()
+        delivery = self._waiting.popleft()
+        if not self._waiting:
+            _wake(self._emptied)
+        return delivery
+
+    async def emptied(self) -> None:
+        """Wait until nothing waits for `receive`, or nothing will arrive any more."""
+        while self._waiting and self._stopped is None:
+            self._emptied = asyncio.get_running_loop().create_future()
+            await self._emptied
 
     async def close(self) -> None:
         """Leave the group."""
@@ -167,4 +205,10 @@ class Inbox:
         if self._stopped is None:
             self._stopped = BusClosed("the subscription is closed; subscribe again")
         self._leave(self)
-        self._ring()
+        _wake(self._getter)
+        _wake(self._emptied)
+
+
+def _wake(waiter: asyncio.Future[None] | None) -> None:
+    if waiter is not None and not waiter.done():
+        waiter.set_result(None)

@@ -23,6 +23,7 @@ from penstock.core.lease import (
     Lease,
     Member,
     Run,
+    runs,
 )
 from penstock.engines.engine import Subscribe
 from penstock.model.batch import EventBatch
@@ -150,7 +151,7 @@ class RemoteDelivery:
     def settlement(self) -> Settlement:
         """What happened since the last call."""
         report = Settlement(
-            self.number, self.handed, _runs(self.acks), self.nacks, self.rejects, self.extends
+            self.number, self.handed, runs(self.acks), self.nacks, self.rejects, self.extends
         )
         self.acks, self.nacks, self.rejects, self.extends = [], [], [], []
         return report
@@ -295,18 +296,3 @@ def settled_events(settlement: Settlement) -> Iterator[tuple[int, int]]:
         yield settlement.delivery, nack[0]
     for reject in settlement.rejects:
         yield settlement.delivery, reject[0]
-
-
-def _runs(indices: list[int]) -> list[int]:
-    """Start and count of each run of consecutive numbers."""
-    if not indices:
-        return []
-    indices.sort()
-    runs: list[int] = []
-    first = previous = indices[0]
-    for index in indices[1:]:
-        if index != previous + 1:
-            runs += (first, previous + 1 - first)
-            first = index
-        previous = index
-    return [*runs, first, previous + 1 - first]

@@ -28,7 +28,7 @@ from penstock.model.errors import OffsetExpired
 Place = tuple[str, int]
 # Segments kept open: a file handle and a map each.
 MAX_OPEN_SEGMENTS = 64
-# One read returns no more than this from a segment, however many events were asked for.
+# One read takes about this much from files, one batch at least, however many events were asked for.
 READ_BYTES = 16 << 20
 
 
@@ -226,13 +226,20 @@ class EventLog:
     def load(
         self, sources: list[Source], offset: int, limit: int, use_threads: bool = True
     ) -> list[EventBatch]:
-        """Read what was planned, cut to the events from `offset` on, at most `limit`."""
+        """Read what was planned, cut to the events from `offset` on, at most `limit`.
+
+        Of large events it may be fewer: read on behind the last of them.
+        """
         batches: list[EventBatch] = []
+        read_bytes = 0
         for source in sources:
+            if read_bytes >= READ_BYTES:
+                break
             if isinstance(source, InMemory):
                 batches.append(source.batch)
             elif isinstance(source, InJournal):
                 batch = self.journal.batch(source.base, source.position, source.inner)
+                read_bytes += batch.size_bytes
                 batches.append(attach(self.disk, batch))
             else:
                 with self._readers.lend(source.info) as reader:

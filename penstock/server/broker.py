@@ -297,7 +297,7 @@ class Broker:
             for outlet in session.feeds.values():
                 if isinstance(outlet, QueueOutlet) and outlet.wanted.group == group:
                     for number, leased in list(outlet.held.items()):
-                        for index in range(leased.batch.count):
+                        for index in range(leased.count):
                             if leased.lease.states[index + leased.shift]:
                                 fault = to_fault(leased.lease.refusal(index + leased.shift))
                                 meta = encode(Refused(number, index, fault))
@@ -316,7 +316,7 @@ class Broker:
                 round(now - session.heard_at, 3), list(session.hello.subscriptions),
                 sorted({outlet.wanted.group for outlet in session.feeds.values()}),
                 sum(
-                    leased.lease.states.count(0, leased.shift, leased.shift + leased.batch.count)
+                    leased.open
                     for outlet in session.feeds.values()
                     if isinstance(outlet, QueueOutlet)
                     for leased in outlet.held.values()

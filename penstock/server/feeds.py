@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from penstock.engines.handle import Inbox, LeasedBatch
+from penstock.engines.handle import Inbox, Stretch
 from penstock.model.errors import BusClosed, InvalidInput, PenstockError
 from penstock.server.direct import direct_wish
 from penstock.server.inbound import check_subscribe, wanted_by
@@ -119,7 +119,7 @@ class Feeds(dict[int, QueueOutlet | LogOutlet]):
         """Its feeds of leased events."""
         return [outlet for outlet in self.values() if isinstance(outlet, QueueOutlet)]
 
-    def leased(self, delivery: int) -> LeasedBatch | None:
+    def leased(self, delivery: int) -> Stretch | None:
         """A delivery of which something is not settled."""
         for outlet in self.queues():
             if delivery in outlet.held:

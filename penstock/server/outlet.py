@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from penstock.bus import tracing
@@ -11,7 +12,7 @@ from penstock.core.delivery import MAX_LEASE_EVENTS
 from penstock.core.lease import OUT
 from penstock.engines.engine import Handed
 from penstock.engines.engine import Subscribe as Wanted
-from penstock.engines.handle import Inbox, LeasedBatch
+from penstock.engines.handle import Inbox, LeasedBatch, Stretch
 from penstock.engines.logreader import LogReader
 from penstock.model.errors import DeliveryError, InvalidInput, LeaseExpired, PenstockError
 from penstock.server.inbound import check_span
@@ -37,7 +38,7 @@ class QueueOutlet:
 
     def __init__(self, session: Session, feed: int, wanted: Wanted, inbox: Inbox) -> None:
         self.wanted = wanted
-        self.held: dict[int, LeasedBatch] = {}
+        self.held: dict[int, Stretch] = {}
         """Deliveries of which something is not settled yet, and some that ran out since the last sweep."""
         self._sweep_above = SWEEP_LEAST
         self._session = session
@@ -56,6 +57,7 @@ class QueueOutlet:
                 await self._session.room()
                 self._waits = False
                 self._deliver(leased)
+                del leased  # its events are the client's
                 self._go_on()
         except Exception as error:
             self._failed(error)
@@ -64,7 +66,7 @@ class QueueOutlet:
         """Send what arrived at once: waiting for the task's turn would take as long as all of this."""
         try:
             if self._waits or not self._session.has_room:
-                # What it is leased lies in memory, of whatever size; the rest can wait in the log.
+                # What waits for it lies in memory, of whatever size; the rest can wait in the log.
                 self._inbox.member.paused = True
                 return False
             self._deliver(leased)
@@ -84,12 +86,10 @@ class QueueOutlet:
     def _deliver(self, leased: LeasedBatch) -> None:
         if len(self.held) > self._sweep_above:
             self._sweep()
-        number = self._session.next_delivery()
-        self.held[number] = leased
-        self.send(number)
+        self.send(leased)
 
     def _sweep(self) -> None:
-        """Forget what ran out: nobody settles it any more, and it would keep its events in memory.
+        """Forget what ran out: nobody settles it any more.
 
         Only what has doubled since the last time is looked through, so each delivery pays for one look
         or two.
@@ -114,12 +114,13 @@ class QueueOutlet:
         `alone`: nobody else consumes for the group, so nothing is in other hands.
         """
         for each in held:
-            leased = await self._session.dispatcher().adopt(
+            leased = self._session.dispatcher().adopt(
                 self._inbox, (each.topic, each.partition), each.start, each.count, each.attempt
             )
             if leased is not None:
                 self.held[each.delivery] = leased
                 self._hand(leased, min(each.handed, each.count))
+            await asyncio.sleep(0)  # there may be many, and others wait for the loop
         self._session.dispatcher().release(self._inbox, alone=alone)
         return self.in_hand(held)
 
@@ -130,27 +131,35 @@ class QueueOutlet:
             leased = self.held.get(each.delivery)
             if leased is not None:
                 states, shift = leased.lease.states, leased.shift
-                count = leased.batch.count
-                adopted[each.delivery] = [at for at in range(count) if states[at + shift] == OUT]
+                indices = range(leased.count)
+                adopted[each.delivery] = [at for at in indices if states[at + shift] == OUT]
         return adopted
 
-    def send(self, number: int, *, again: bool = False) -> None:
-        """Send a delivery, or send it `again` to a client that came back."""
-        leased = self.held[number]
+    def resume(self, known: Collection[int]) -> None:
+        """Its client is back and has these deliveries; what it was sent besides comes again."""
+        self._sweep()
+        lost = [number for number in self.held if number not in known]
+        for number in lost:
+            del self.held[number]
+        if lost:
+            self._session.dispatcher().take_back(self._inbox, self.held.values())
+
+    def send(self, leased: LeasedBatch) -> None:
+        """Send a delivery; from then on its events are the client's, and not kept here."""
         batch, states, shift = leased.batch, leased.lease.states, leased.shift
-        if states.count(OUT, shift, shift + batch.count) == batch.count:
+        if leased.open == batch.count:
             skip: list[int] = []
         else:
             skip = [index for index in range(batch.count) if states[index + shift] != OUT]
             if len(skip) == batch.count:
-                del self.held[number]
                 return
+        number = self._session.next_delivery()
+        self.held[number] = leased.without_events()
         if tracing.tracer is not None:
             tracing.delivering(batch, self.wanted.group, leased.attempt)
         meta = Deliver(self._feed, number, leased.attempt, skip)
         self._session.send(Frame(Kind.DELIVER, 0, encode(meta), (batch.encode(),)))
-        fresh = 0 if again else leased.fresh(skip)
-        self._session.delivered(batch, batch.count - len(skip), fresh)
+        self._session.delivered(batch, batch.count - len(skip), leased.fresh(skip))
         if not self._session.hello.supports_ack:
             self._hand(leased, batch.count)
             for index in range(batch.count):
@@ -162,15 +171,15 @@ class QueueOutlet:
         """Take over what the client says became of a delivery."""
         number = settlement.delivery
         leased = self.held[number]
-        self._hand(leased, min(settlement.handed, leased.batch.count))
+        self._hand(leased, min(settlement.handed, leased.count))
         acked = nacked = rejected = extended = 0
-        for run in _runs(settlement.acks, leased.batch.count):
-            if 0 <= run.start < run.stop <= leased.batch.count and leased.ack_run(run):
+        for run in _runs(settlement.acks, leased.count):
+            if 0 <= run.start < run.stop <= leased.count and leased.ack_run(run):
                 acked += len(run)
                 continue
             for index in run:
                 acked += self._try(number, leased, index, leased.ack, index)
-        most = MOST_CALLS * leased.batch.count
+        most = MOST_CALLS * leased.count
         for index, delay_s, reason in settlement.nacks[:most]:
             words = reason[:MAX_REASON_CHARACTERS]
             nacked += self._try(number, leased, index, _nack, leased, index, delay_s, words)
@@ -189,7 +198,7 @@ class QueueOutlet:
     def at_work(self) -> bool:
         """Whether the consumer was handed events that it has not settled."""
         for leased in self.held.values():
-            handed = min(len(leased.lease.deadlines), leased.shift + leased.batch.count)
+            handed = min(len(leased.lease.deadlines), leased.shift + leased.count)
             if leased.lease.states.count(OUT, leased.shift, handed):
                 return True
         return False
@@ -197,12 +206,10 @@ class QueueOutlet:
     def drop_settled(self, number: int) -> None:
         """Forget a delivery once nothing of it is open."""
         leased = self.held.get(number)
-        if leased is not None and not leased.lease.states.count(
-            OUT, leased.shift, leased.shift + leased.batch.count
-        ):
+        if leased is not None and not leased.open:
             del self.held[number]
 
-    def _hand(self, leased: LeasedBatch, count: int) -> None:
+    def _hand(self, leased: Stretch, count: int) -> None:
         """The consumer was given events: their leases run from now."""
         lease, shift = leased.lease, leased.shift
         deadline = leased.now() + leased.group.spec.lease_s
@@ -211,8 +218,8 @@ class QueueOutlet:
             lease.hand(first, deadline)
             lease.deadlines += [deadline] * (shift + count - first - 1)
 
-    def _try(self, number: int, leased: LeasedBatch, index: int, call: Any, *args: Any) -> bool:
-        if not 0 <= index < leased.batch.count:
+    def _try(self, number: int, leased: Stretch, index: int, call: Any, *args: Any) -> bool:
+        if not 0 <= index < leased.count:
             error: PenstockError = DeliveryError(f"delivery {number} has no event {index}")
         else:
             try:
@@ -331,12 +338,12 @@ def _runs(acks: list[int], count: int) -> list[range]:
     return runs
 
 
-def _nack(leased: LeasedBatch, index: int, delay_s: float | None, reason: str) -> None:
+def _nack(leased: Stretch, index: int, delay_s: float | None, reason: str) -> None:
     check_span(delay_s)
     leased.nack(index, delay_s, reason)
 
 
-def _extend(leased: LeasedBatch, index: int, seconds: float | None) -> None:
+def _extend(leased: Stretch, index: int, seconds: float | None) -> None:
     check_span(seconds)
     leased.extend(index, seconds)
 

@@ -113,8 +113,7 @@ class Session:
             if request in self._answers:
                 self.send(self._answers[request])
         for outlet in self.feeds.queues():
-            for number in [each for each in outlet.held if each not in known]:
-                outlet.send(number, again=True)
+            outlet.resume(known)
         for frame in self.feeds.ended.values():  # the client may have been away when they were sent
             self.send(frame)
         self._attached.set()

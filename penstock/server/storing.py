@@ -328,7 +328,7 @@ class Storing:
         if leased is None:  # a client that is back may be about to take it up
             await self._session.feeds.opened()
             leased = self._session.feeds.leased(delivery)
-        if leased is None or not 0 <= index < leased.batch.count:
+        if leased is None or not 0 <= index < leased.count:
             raise LeaseExpired("an event of the transaction is leased no more; nothing happened")
         return Settle(leased, index)
 

@@ -83,6 +83,27 @@ async def test_leases_are_read_side_by_side(bus: penstock.Bus) -> None:
         assert await taken(sub, COLD + WARM) == list(range(COLD + WARM))
 
 
+async def test_what_is_read_waits_until_the_last_was_taken(
+    bus: penstock.Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Q7: of all that a consumer was leased, a few pieces lie in memory."""
+    monkeypatch.setattr("penstock.log.eventlog.READ_BYTES", 1)
+    for _ in range(6):
+        await bus.publish(TOPIC, bytes(1 << 19))  # more than is kept at hand
+    end = COLD + WARM + 6
+    reader = Reader(engine(bus))
+    async with bus.subscribe(TOPIC, group="g", max_inflight=5_000) as sub:
+        event = await sub.get(timeout_s=DEADLINE_S)
+        assert event is not None
+        await asyncio.sleep(0.1)
+        assert (await bus.groups.info("g")).outstanding == end
+        assert reader.begun <= 4, (
+            "one in hand, one at hand, and one of each lease that is read ahead"
+        )
+        await event.ack()
+        assert await taken(sub, end - 1) == list(range(1, end))
+
+
 async def test_members_do_not_wait_for_each_other(bus: penstock.Bus) -> None:
     reader, gate = Reader(engine(bus)), asyncio.Event()
 

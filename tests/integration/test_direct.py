@@ -12,6 +12,8 @@ import msgspec
 import pytest
 
 import penstock
+from penstock.bench.process import memory_mb
+from penstock.core.entry import GroupSpec
 from penstock.engines.dial import broker_engine
 from penstock.engines.link_tcp import TcpLink
 from penstock.model.batch import EventBatch
@@ -360,6 +362,74 @@ async def test_large_events_for_a_client_that_does_not_read_wait_in_the_log(tmp_
             for _ in range(events):
                 await visit.frame(Kind.DELIVER)
         visit.close()
+
+
+@pytest.mark.parametrize(
+    ("behind", "reads"), [(False, True), (True, True), (True, False)], ids=["live", "late", "deaf"]
+)
+async def test_large_events_that_nobody_settles_do_not_stay_in_memory(
+    tmp_path: Path, behind: bool, reads: bool
+) -> None:
+    """Q7, T11: credit for them all, and the broker keeps offsets; the events lie in the log."""
+    events, payload = 256, bytes(1_000_000)
+    flags = {"server__heartbeat_s": 60, "limits__cache_bytes": 8 << 20}
+    with BrokerProcess(tmp_path / "data").start(**flags) as broker:
+        before_mb = memory_mb(broker.pid)
+        visit = Visit(broker)
+        await visit.greet(say.Hello("till"))
+        async with penstock.connect(broker.url()) as bus:
+            for number in range(events + 1):
+                if number == (events if behind else 0):
+                    spec = GroupSpec(("orders.*",))
+                    wish = say.Subscribe(1, "g", spec, "till", 2 * events)
+                    visit.send(Kind.SUBSCRIBE, wish, request=1)
+                    await visit.frame(Kind.RESULT)
+                    visit.listen(reads)
+                if number < events:
+                    await bus.publish(TOPIC, payload)
+            got = 0
+            while reads and got < events:
+                got += EventBatch.decode((await visit.frame(Kind.DELIVER)).parts[0]).count
+            async with asyncio.timeout(DEADLINE_S):
+                while (await bus.groups.info("g")).outstanding < events:
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(0 if reads else 0.5)  # what would be read is read by then
+        assert memory_mb(broker.pid) - before_mb < events / 2, "the peak, of 256 MB"
+        visit.close()
+
+
+async def test_what_a_client_came_back_without_comes_again_in_order(broker: BrokerProcess) -> None:
+    """T4, Y3: what it names stays leased to it; only what it said it was at costs an attempt."""
+    hello = say.Hello("till", subscriptions=["orders.*"], max_inflight=20)
+    visit = Visit(broker)
+    session = (await visit.greet(hello)).session
+    async with penstock.connect(broker.url()) as bus:
+        numbers = []
+        for name in (b"kept", b"at it", b"lost", b"lost too"):
+            await bus.publish(TOPIC, name)
+            numbers.append(decode((await visit.frame(Kind.DELIVER)).meta, say.Deliver).delivery)
+        visit.send(Kind.SETTLE, say.Settle(1, [say.Settlement(each, 1) for each in numbers[:2]]))
+        visit.send(Kind.FLUSH, say.Beat(), 1)
+        await visit.frame(Kind.RESULT)
+        visit.close()
+        await bus.publish(TOPIC, b"came meanwhile")
+        visit = Visit(broker)
+        back = msgspec.structs.replace(hello, session=session, deliveries=numbers[:1])
+        assert (await visit.greet(back)).resumed
+        found = []
+        while len(found) < 4:
+            frame = await visit.frame(Kind.DELIVER)
+            deliver, batch = decode(frame.meta, say.Deliver), EventBatch.decode(frame.parts[0])
+            found += [(payload, deliver.attempt) for payload in batch.payloads()]
+            assert deliver.delivery > numbers[-1]
+            numbers.append(deliver.delivery)
+        assert found == [(b"at it", 2), (b"lost", 1), (b"lost too", 1), (b"came meanwhile", 1)]
+        acks = [say.Settlement(each, 1, [0, 1]) for each in (numbers[0], *numbers[4:])]
+        visit.send(Kind.SETTLE, say.Settle(2, acks))
+        visit.send(Kind.FLUSH, say.Beat(), 2)
+        await visit.frame(Kind.RESULT)
+        assert await lag(bus) == 0
+    visit.close()
 
 
 async def test_a_client_too_far_behind_stops_its_publishers(broker: BrokerProcess) -> None:

@@ -15,7 +15,7 @@ from penstock.core.lease import OUT, STATES, Lane, Lease
 from penstock.core.ledger import Ledger
 from penstock.core.retry import Retry
 from penstock.core.state import State
-from penstock.core.takeup import adopt, ledgers, release, restore
+from penstock.core.takeup import adopt, ledgers, release, restore, take_back
 from penstock.model.errors import AlreadySettled, Fenced, LeaseExpired
 
 
@@ -550,6 +550,25 @@ class Delivery(RuleBasedStateMachine):
                     self._failed(offset, 0.0)
         self.machine.leave(member, self.now)
 
+    @precondition(lambda self: self._has("out"))
+    @rule(data=st.data())
+    def come_back(self, data) -> None:
+        member = self.known[self._pick(data, "out")].lease.member
+        kept: dict[int, set[int]] = {}
+        for offset, event in self.known.items():
+            if event.state != "out" or event.lease.member is not member:
+                continue
+            index = offset - event.lease.start
+            if data.draw(st.booleans()):
+                kept.setdefault(event.lease.fence, set()).add(index)
+            elif event.deadline is None:
+                self.stale.append((event.lease, index))
+                event.made -= 1
+                self._waits(offset, 0.0)
+            else:
+                self._failed(offset, 0.0)
+        take_back(self.machine, member, kept, self.now)
+
     @rule(steps=st.sampled_from([1, 4, 17, 40]))
     def wait(self, steps: int) -> None:
         self.now += steps * STEP_S
@@ -770,6 +789,25 @@ class Delivery(RuleBasedStateMachine):
 
 Delivery.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestDelivery = Delivery.TestCase
+
+
+def test_what_a_member_came_back_without_comes_again_before_all_else() -> None:
+    """T4, Y3: as runs, in the order of their leases, and as the same attempt unless it was in hand."""
+    machine = group(10, credit=6)
+    (lease,) = machine.dispatch(0.0)
+    machine.drain()
+    lease.hand(2, 30.0)  # two were in a stretch of their own, of which it said nothing
+    machine.ack(lease, 5, 0.0)
+    take_back(machine, lease.member, {lease.fence: {3}}, 0.0)
+    assert [bool(state == OUT) for state in lease.states] == [False] * 3 + [True] + [False] * 2
+    assert (lease.open, lease.member.inflight, lease.lane.known) == (1, 1, 6)
+    again = machine.dispatch(0.0)
+    assert [(each.start, each.count, each.attempt) for each in again] == [
+        (2, 1, 2), (0, 2, 1), (4, 1, 1), (6, 1, 1),
+    ]  # fmt: skip
+    machine.ack(lease, 3, 1.0)
+    with pytest.raises(LeaseExpired):
+        machine.ack(lease, 0, 1.0)
 
 
 def restored_with_hold(machine: QueueGroup, hold_s: float = 30.0) -> tuple[QueueGroup, object]:

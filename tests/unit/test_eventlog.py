@@ -85,6 +85,16 @@ async def test_reading_on_from_any_offset_gives_every_event_once(log: EventLog, 
         assert found == list(range(start, 30))
 
 
+async def test_one_read_takes_no_more_from_the_journal_than_fits_the_memory(
+    log: EventLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Q7: what is at hand already costs nothing, and comes whole."""
+    monkeypatch.setattr("penstock.log.eventlog.READ_BYTES", 1)
+    assert payloads(log, 10, 100) == list(range(10, 15))
+    assert payloads(log, 17, 100) == list(range(17, 20))
+    assert payloads(log, 20, 100) == list(range(20, 30))
+
+
 async def test_times_are_found_across_segments_and_journal(log: EventLog) -> None:
     for time_us, offset in [
         (0, 0), (1_000, 0), (1_001, 5), (1_100, 5), (1_101, 10), (1_200, 10), (1_201, 15),

@@ -10,14 +10,15 @@ import pytest
 
 from penstock.core.delivery import QueueGroup
 from penstock.core.entry import GroupSpec
-from penstock.core.lease import EXPIRED, Member
+from penstock.core.lease import ACKED, EXPIRED, Member
 from penstock.engines.engine import Subscribe
-from penstock.engines.handle import Inbox, LeasedBatch
+from penstock.engines.handle import Inbox, LeasedBatch, Stretch
 from penstock.model.batch import EventBatch
 from penstock.model.errors import Corrupted, PenstockError
 from penstock.model.event import Identity
 from penstock.server.outlet import SWEEP_LEAST, QueueOutlet
 from penstock.wire.frame import Frame, Kind
+from penstock.wire.message import Settlement
 
 FEED = 7
 
@@ -44,6 +45,7 @@ class Client:
         self.link_fails = False
         self.feeds = Open(self)
         self.pumped: list[Any] = []
+        self.taken: list[tuple[Inbox, list[Any]]] = []
         self._delivery = 0
 
     @property
@@ -54,7 +56,10 @@ class Client:
         await self.open.wait()
 
     def dispatcher(self) -> Any:
-        return SimpleNamespace(touched=self.pumped.append)
+        return SimpleNamespace(
+            touched=self.pumped.append,
+            take_back=lambda inbox, kept: self.taken.append((inbox, list(kept))),
+        )
 
     def next_delivery(self) -> int:
         self._delivery += 1
@@ -70,10 +75,10 @@ class Outlet(QueueOutlet):
         super().__init__(cast(Any, client), FEED, wanted, inbox)
         client.feeds[FEED] = self
 
-    def send(self, number: int, *, again: bool = False) -> None:
-        leased: Any = self.held[number]
+    def send(self, leased: Any) -> None:
         if isinstance(leased, Exception):
             raise leased
+        self.held[self._session.next_delivery()] = leased
         self.sent.append(leased)
 
 
@@ -208,12 +213,12 @@ async def test_after_leaving_nothing_goes_out(inbox: Inbox) -> None:
 
 def stretch(count: int) -> Any:
     """Leased events, nothing settled."""
-    lease, batch = SimpleNamespace(states=bytearray(count)), SimpleNamespace(count=count)
-    return SimpleNamespace(lease=lease, batch=batch, shift=0)
+    lease: Any = SimpleNamespace(states=bytearray(count), attempt=1)
+    return Stretch(cast(Any, None), lease, 0, count, lambda: 0.0, lambda group: None)
 
 
 async def test_what_ran_out_is_let_go_of_and_what_is_out_stays(inbox: Inbox) -> None:
-    """Q7, found by review: each lease that ran out kept its events in memory until the feed ended."""
+    """Q7, found by review: each lease that ran out was kept until the feed ended."""
     outlet = Outlet(Client(), inbox)
     out = [stretch(2) for _ in range(3 * SWEEP_LEAST)]
     for each in out:
@@ -247,22 +252,40 @@ class Tally(Client):
     def delivered(self, batch: EventBatch, events: int, fresh: int) -> None:
         self.counted.append((events, fresh))
 
+    def count_settled(self, kind: str, events: int) -> None:
+        pass
 
-async def test_a_delivery_that_is_sent_again_is_not_its_first(inbox: Inbox) -> None:
-    """X10: its latency was taken when it was sent for the first time."""
+
+async def test_what_was_sent_is_not_kept(inbox: Inbox) -> None:
+    """Q7: a client may take as long as it likes to settle, and its events may be large."""
     group = QueueGroup("g", GroupSpec(("t",)))
     group.lane("t", 0, cursor=0, end=2)
     group.join("m", 10)
     (lease,) = group.dispatch(0.0)
     batch = EventBatch.build("t", [b"1", b"2"])
-    batch.base_offset = 0
     client = Tally()
     wanted = Subscribe("g", group.spec, "m", 10, Identity())
     outlet = QueueOutlet(cast(Any, client), FEED, wanted, inbox)
     inbox.put(LeasedBatch(group, lease, batch, lambda: 0.0, lambda group: None))
-    group.ack(lease, 0, 0.0)
-    outlet.send(next(iter(outlet.held)), again=True)
-    assert client.counted == [(2, 2), (1, 0)]
+    [(number, held)] = outlet.held.items()
+    assert not hasattr(held, "batch")
+    outlet.settle(Settlement(number, 2, [0, 1]))
+    assert (held.open, client.counted) == (1, [(2, 2)])
+    outlet.settle(Settlement(number, 2, [1, 1]))
+    assert outlet.held == {}
+    await outlet.close()
+
+
+async def test_what_a_client_came_back_without_is_taken_from_it(inbox: Inbox) -> None:
+    client = Client()
+    outlet = Outlet(client, inbox)
+    put(inbox, first := stretch(2), stretch(1), done := stretch(1))
+    done.lease.states[0] = ACKED
+    outlet.resume({1, 2})
+    assert client.taken == []
+    outlet.resume({1, 7})
+    assert client.taken == [(inbox, [first])]
+    assert list(outlet.held) == [1]
     await outlet.close()
 
 
