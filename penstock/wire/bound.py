@@ -40,10 +40,12 @@ UNCOUNTED_BYTES = min(MAX_VALUES, MAX_SETTLE_VALUES, MAX_PROTOBUF_VALUES)
 def check_message(frame: Frame) -> None:
     """Raise ProtocolViolation when a client's message is larger, or holds more, than a broker reads.
 
-    >>> check_message(Frame(Kind.SETTLE, 0, bytes(MIB)))
-    >>> check_message(Frame(Kind.SETTLE, 0, bytes(MIB + 1)))
-    Traceback (most recent call last):
-    penstock.model.connection_errors.ProtocolViolation: ...
+    >>> check_message(Frame(Kind.PUBLISH, 1, bytes(2 * MIB)))
+    >>> try:
+    ...     check_message(Frame(Kind.SETTLE, 0, bytes(2 * MIB)))
+    ... except ProtocolViolation as error:
+    ...     error.data["limit_bytes"]
+    1048576
     """
     size = len(frame.meta)
     if size <= UNCOUNTED_BYTES:

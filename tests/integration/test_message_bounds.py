@@ -172,7 +172,9 @@ def settlements(count: int, one: bytes = b"\x81\xa8delivery\x00") -> bytes:
 
 def nacks(count: int) -> bytes:
     """A raw Settle of so many nacks of a delivery that nobody has."""
-    return settlements(1, b"\x82\xa8delivery\x01\xa5nacks" + listed(count) + b"\x93\x00\xc0\xa0" * count)
+    return settlements(
+        1, b"\x82\xa8delivery\x01\xa5nacks" + listed(count) + b"\x93\x00\xc0\xa0" * count
+    )
 
 
 def asked(count: int) -> bytes:
@@ -296,9 +298,7 @@ async def test_large_events_still_travel_in_json(broker: BrokerProcess) -> None:
     payload = bytes(8 << 20)
     message = say.Publish(1, [say.DraftMeta("large.json", payloads=[payload])])
     async with Client(broker.ports["tcp"]) as client:
-        await client.send(
-            Frame(Kind.PUBLISH, 5, msgspec.json.encode(message), (), Mark.JSON)
-        )
+        await client.send(Frame(Kind.PUBLISH, 5, msgspec.json.encode(message), (), Mark.JSON))
         answer = await client.answer(Kind.FAULT, Kind.RESULT)
         assert say.decode(answer.meta, say.Published).receipts[0] is not None
 
