@@ -130,7 +130,7 @@ class RemotePublisher:
         last_s = queue[0].until_s + self._spread_s
         while queue and len(frame) < FRAME_DRAFTS and size < FRAME_BYTES:
             own = _size(queue[0].draft)
-            message = 0 if _beside(queue[0].draft, own) else own
+            message = 0 if _beside(queue[0].draft, own) else own + _frills(queue[0].draft)
             full = size + own > room or inside + message > MESSAGE_BYTES
             if frame and (full or queue[0].until_s > last_s):
                 break
@@ -186,7 +186,7 @@ def bundled(drafts: Sequence[Draft], parts: list[Bytes]) -> list[DraftMeta]:
     """The messages for drafts that have to share a frame."""
     metas, inside = [], 0
     for draft in drafts:
-        size = _size(draft)
+        size = _size(draft) + _frills(draft)
         full = inside + size > MESSAGE_BYTES and size >= LEAST_PART_BYTES and len(parts) < MAX_PARTS
         metas.append(described(draft, parts, beside=full))
         inside += size if metas[-1].part < 0 else 0
@@ -224,16 +224,20 @@ def _size(draft: Draft) -> int:
     """About what it takes in a frame."""
     if draft.batch is not None:
         return draft.batch.size_bytes
-    size = (
-        DRAFT_BYTES + len(draft.topic) + EVENT_BYTES * draft.count + sum(map(len, draft.payloads))
-    )
+    size = sum(map(len, draft.payloads))
     for key in draft.keys or ():
         size += len(key or b"")
     for headers in draft.headers or ():
         for name, text in (headers or {}).items():
             size += EVENT_BYTES + len(name) + len(text)
+    return size
+
+
+def _frills(draft: Draft) -> int:
+    """About what names, lengths and numbers take beside that, in a message."""
     columns = (draft.tokens, draft.times_us, draft.expires_us, draft.priority)
-    return size + COLUMN_BYTES * draft.count * (4 - columns.count(None))
+    each = EVENT_BYTES + COLUMN_BYTES * (4 - columns.count(None))
+    return DRAFT_BYTES + len(draft.topic) + each * draft.count
 
 
 def _sendable(drafts: list[Waiting], error: Exception) -> list[Waiting]:
