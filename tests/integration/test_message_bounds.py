@@ -33,7 +33,7 @@ from penstock.wire.stream import StreamReader, decode_frame, encode_frame
 DEADLINE_S = 60.0
 MB = 1_000_000
 SIZE = 15 << 20  # below what a Publish may take: it is what lies inside that counts
-# What was measured without the limits is ten times as much and more; the rest is for a busy machine.
+# Some ten times what a frame costs on a quiet machine: others may be at work beside us.
 MOST_STALL_S = 0.6
 MOST_GROWTH = 120 * MB  # the frame and its copies, too
 
