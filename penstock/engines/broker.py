@@ -18,7 +18,7 @@ from penstock.engines.engine import Draft, LogFeed, QueueFeed, Request, Subscrib
 from penstock.engines.link import ClientLink
 from penstock.engines.remote_delivery import RemoteDelivery, RemoteQueue, settled_events
 from penstock.engines.remote_log import RemoteLog
-from penstock.engines.remote_publisher import SPREAD, RemotePublisher, described
+from penstock.engines.remote_publisher import SPREAD, RemotePublisher, bundled
 from penstock.engines.request import AdmitReplay, DeleteGroup
 from penstock.engines.wish import wish
 from penstock.model.batch import EventBatch
@@ -142,7 +142,7 @@ class BrokerEngine:
 
     async def _transact(self, transaction: Transaction, deadline_s: float) -> list[Receipt] | None:
         parts: list[Bytes] = []
-        drafts = [described(draft, parts) for draft in transaction.drafts]
+        drafts = bundled(transaction.drafts, parts)
         await self._rejoined()
         for settle in transaction.acks:
             settle.delivery.check(settle.index)

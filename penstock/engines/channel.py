@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from penstock.engines.link import MAX_FRAME_BYTES, ClientLink
+from penstock.engines.portion import portions
 from penstock.model.errors import (
     AccessDenied,
     BrokerUnreachable,
@@ -181,12 +182,12 @@ class Channel:
 
     def settle(self, settlements: list[say.Settlement]) -> None:
         """Report settlements; kept until the broker has confirmed them."""
-        self._settle_number += 1
-        message = say.Settle(self._settle_number, settlements)
-        frame = Frame(Kind.SETTLE, 0, encode(message))
-        self._settles.append((self._settle_number, frame, settlements))
-        if self._link is not None and self.welcome is not None:
-            self._link.send(frame)
+        for portion in portions(settlements):
+            number = self._settle_number = self._settle_number + 1
+            frame = Frame(Kind.SETTLE, 0, encode(say.Settle(number, portion)))
+            self._settles.append((number, frame, portion))
+            if self._link is not None and self.welcome is not None:
+                self._link.send(frame)
 
     def unconfirmed(self) -> list[say.Settlement]:
         """Settlements that would not survive the broker for all we know."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from penstock.model.errors import PayloadTooLarge
-from penstock.wire.frame import MAX_META_BYTES, Frame
+from penstock.model.errors import PayloadTooLarge, ProtocolViolation
+from penstock.wire.bound import check_message
+from penstock.wire.frame import Frame
 
 # As the default of server.max_frame_bytes: what holds until the broker says otherwise.
 MAX_FRAME_BYTES = 320 << 20
@@ -43,7 +44,10 @@ class ClientLink(Protocol):
 
 
 def check_size(frame: Frame, size_bytes: int, limit_bytes: int) -> None:
-    """Raise PayloadTooLarge for a frame that takes more, with all its lengths, than a broker reads."""
+    """Raise PayloadTooLarge for a frame that takes more, with all its lengths, than a broker reads.
+
+    So is one whose message does: it would be refused there, and its settlements or events with it.
+    """
     if size_bytes > limit_bytes:
         raise PayloadTooLarge(
             f"a frame of {size_bytes} bytes is over the broker's server.max_frame_bytes of "
@@ -51,10 +55,7 @@ def check_size(frame: Frame, size_bytes: int, limit_bytes: int) -> None:
             size_bytes=size_bytes,
             limit_bytes=limit_bytes,
         )
-    if len(frame.meta) > MAX_META_BYTES:
-        raise PayloadTooLarge(
-            f"the message of a frame takes {len(frame.meta)} bytes, over the {MAX_META_BYTES} that a "
-            "broker reads; nothing was sent. Publish less at once",
-            size_bytes=len(frame.meta),
-            limit_bytes=MAX_META_BYTES,
-        )
+    try:
+        check_message(frame)
+    except ProtocolViolation as error:
+        raise PayloadTooLarge(f"nothing was sent: {error.message}", **error.data) from None

@@ -29,7 +29,7 @@ from penstock.engines.engine import Subscribe
 from penstock.model.batch import EventBatch
 from penstock.model.errors import BusClosed, Fenced, PenstockError
 from penstock.model.event import Event
-from penstock.wire.message import Deliver, Held, Refused, Settlement
+from penstock.wire.message import MAX_REASON_CHARACTERS, Deliver, Held, Refused, Settlement
 
 NOBODY = Member("", 0)
 SAID_BEFORE = "said before the broker was restarted"
@@ -97,12 +97,12 @@ class RemoteDelivery:
     def nack(self, index: int, delay_s: float | None, reason: str) -> None:
         """Again, later."""
         self._close(index, NACKED)
-        self.nacks.append((index, delay_s, reason))
+        self.nacks.append((index, delay_s, reason[:MAX_REASON_CHARACTERS]))
 
     def reject(self, index: int, reason: str) -> None:
         """Dead."""
         self._close(index, REJECTED)
-        self.rejects.append((index, reason))
+        self.rejects.append((index, reason[:MAX_REASON_CHARACTERS]))
 
     def extend(self, index: int, seconds: float | None) -> None:
         """More time."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from penstock.core.respite import Respite
@@ -13,14 +14,20 @@ from penstock.engines.layout import MERGE_EVENTS, draft_payload_bytes
 from penstock.model.errors import InvalidInput, PenstockError, Throttled
 from penstock.model.event import Receipt
 from penstock.wire.fault import to_error
-from penstock.wire.frame import Bytes, Kind
+from penstock.wire.frame import MAX_PARTS, Bytes, Kind
 from penstock.wire.message import DraftMeta, Publish, Published, decode, encode
 
 # Frames under way: below what a broker remembers of a session, so that none can be forgotten.
 MAX_UNDER_WAY = 64
 FRAME_DRAFTS = 1_024
 FRAME_BYTES = 4 << 20
-PART_BYTES = 64 << 10  # payloads of this size travel beside the message, not copied into it
+# What the drafts inside one message take: so much a broker reads without counting what is in it.
+MESSAGE_BYTES = 128 << 10
+PART_BYTES = 64 << 10  # drafts of this size travel beside the message, not copied into it
+# And of this size those of a transaction, which cannot be split, when its message has no room left.
+LEAST_PART_BYTES = 1 << 10
+# In a message, beside what it holds: names and lengths of a draft, and of an event; tokens and times.
+DRAFT_BYTES, EVENT_BYTES, COLUMN_BYTES = 48, 6, 18
 # Of the deadline. The drafts of a frame share the clock of the oldest: none is younger by more. And
 # with less than this left a draft that waited is not sent: "not sent" is a better answer than "unknown".
 SPREAD = 0.1
@@ -117,18 +124,21 @@ class RemotePublisher:
             self._flush()
 
     def _next_frame(self) -> list[Waiting]:
-        queue, size = self._waiting, 0
+        queue, size, inside = self._waiting, 0, 0
         frame: list[Waiting] = []
-        room = self._channel.frame_bytes // 2  # the rest is for names, keys and headers
+        room = self._channel.frame_bytes // 2  # the rest is for names and lengths
         last_s = queue[0].until_s + self._spread_s
         while queue and len(frame) < FRAME_DRAFTS and size < FRAME_BYTES:
             own = _size(queue[0].draft)
-            if frame and (size + own > room or queue[0].until_s > last_s):
+            message = 0 if _beside(queue[0].draft, own) else own + _frills(queue[0].draft)
+            full = size + own > room or inside + message > MESSAGE_BYTES
+            if frame and (full or queue[0].until_s > last_s):
                 break
             waiting = queue.popleft()
             if not waiting.future.done():  # else whoever waited was cancelled
                 frame.append(waiting)
                 size += own
+                inside += message
         return frame
 
     async def _send(self, drafts: list[Waiting]) -> None:
@@ -172,10 +182,20 @@ class RemotePublisher:
             self._respite.refused(draft.tenant, draft.count, size, error, now)
 
 
-def described(draft: Draft, parts: list[Bytes]) -> DraftMeta:
-    """The message for a draft; a large one goes into `parts` as a batch."""
-    large = draft.count >= MERGE_EVENTS or _size(draft) >= PART_BYTES
-    if draft.batch is not None or large:
+def bundled(drafts: Sequence[Draft], parts: list[Bytes]) -> list[DraftMeta]:
+    """The messages for drafts that have to share a frame."""
+    metas, inside = [], 0
+    for draft in drafts:
+        size = _size(draft) + _frills(draft)
+        full = inside + size > MESSAGE_BYTES and size >= LEAST_PART_BYTES and len(parts) < MAX_PARTS
+        metas.append(described(draft, parts, beside=full))
+        inside += size if metas[-1].part < 0 else 0
+    return metas
+
+
+def described(draft: Draft, parts: list[Bytes], *, beside: bool = False) -> DraftMeta:
+    """The message for a draft; a large one goes into `parts` as a batch, and any that shall."""
+    if beside or _beside(draft, _size(draft)):
         batch = draft.batch if draft.batch is not None else draft.build()
         parts.append(batch.encode())
         return DraftMeta(
@@ -195,11 +215,29 @@ def described(draft: Draft, parts: list[Bytes]) -> DraftMeta:
     )  # fmt: skip
 
 
+def _beside(draft: Draft, size: int) -> bool:
+    """Whether a draft travels beside the message, as a batch."""
+    return draft.batch is not None or draft.count >= MERGE_EVENTS or size >= PART_BYTES
+
+
 def _size(draft: Draft) -> int:
     """About what it takes in a frame."""
     if draft.batch is not None:
         return draft.batch.size_bytes
-    return sum(map(len, draft.payloads))
+    size = sum(map(len, draft.payloads))
+    for key in draft.keys or ():
+        size += len(key or b"")
+    for headers in draft.headers or ():
+        for name, text in (headers or {}).items():
+            size += EVENT_BYTES + len(name) + len(text)
+    return size
+
+
+def _frills(draft: Draft) -> int:
+    """About what names, lengths and numbers take beside that, in a message."""
+    columns = (draft.tokens, draft.times_us, draft.expires_us, draft.priority)
+    each = EVENT_BYTES + COLUMN_BYTES * (4 - columns.count(None))
+    return DRAFT_BYTES + len(draft.topic) + each * draft.count
 
 
 def _sendable(drafts: list[Waiting], error: Exception) -> list[Waiting]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from penstock.engines.remote_delivery import RemoteDelivery, RemoteQueue
 from penstock.engines.remote_log import RemoteLog
-from penstock.wire.message import Subscribe
+from penstock.wire.message import MAX_HELD, Subscribe
 
 
 def wish(feed: RemoteQueue | RemoteLog, held: Sequence[RemoteDelivery] = ()) -> Subscribe:
@@ -14,6 +14,6 @@ def wish(feed: RemoteQueue | RemoteLog, held: Sequence[RemoteDelivery] = ()) -> 
     wanted = feed.wanted
     return Subscribe(
         feed.number, wanted.group, wanted.spec, wanted.member, wanted.max_inflight,
-        [delivery.in_hand() for delivery in held],
+        [delivery.in_hand() for delivery in held[:MAX_HELD]],
         feed.in_hand() if isinstance(feed, RemoteLog) else [],
     )  # fmt: skip

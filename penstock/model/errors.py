@@ -217,7 +217,7 @@ class InvalidSchedule(InvalidInput):
 
 
 class PayloadTooLarge(InvalidInput):
-    """A payload is over `limits.max_payload_bytes`, or a frame over `server.max_frame_bytes`."""
+    """A payload is over `limits.max_payload_bytes`, or a frame or its message over what a broker reads."""
 
     code = "invalid.too-large"
 

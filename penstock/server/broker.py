@@ -42,6 +42,7 @@ from penstock.server.metrics_counters import Counters
 from penstock.server.outlet import QueueOutlet
 from penstock.server.session import Session
 from penstock.server.tenants import tenants_view
+from penstock.wire.bound import MAX_MESSAGE_BYTES, MAX_VALUES
 from penstock.wire.fault import to_fault
 from penstock.wire.frame import Frame, Kind
 from penstock.wire.message import TRANSACTION_KEYS, Hello, Refused, Welcome, encode
@@ -206,7 +207,7 @@ class Broker:
             session.id, self.id, resumed, self._settings.heartbeat_s, self._settings.session_s,
             identity.tenant, identity.subject, sorted(CAPABILITIES | {TRANSACTION_KEYS}),
             self._settings.max_frame_bytes, bus=self.engine.audit.log.identity, adopted=adopted,
-            now_us=self.engine.runtime.wall_us(),
+            now_us=self.engine.runtime.wall_us(), max_message_bytes=MAX_MESSAGE_BYTES, max_values=MAX_VALUES,
         )  # fmt: skip
         session.attach(connection.link, hello, welcome)
         if connection not in self.connections:  # it broke meanwhile

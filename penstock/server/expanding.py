@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.model.errors import PenstockError
 from penstock.server.detour import Detour
+from penstock.wire.bound import UNCOUNTED_BYTES, check_message
 from penstock.wire.frame import BODY_HEAD, Frame
 from penstock.wire.mark import from_mark
 from penstock.wire.stream import COMPRESSOR_AT, RAW_SIZE, Message, decode_frame
@@ -32,8 +33,11 @@ def expands(expansion: Expansion, message: Message, limit_bytes: int) -> bool:
 
 
 def translated(frame: Frame) -> Read:
-    """A frame as the broker knows it, whatever mark its client likes."""
+    """A frame as the broker knows it, whatever mark its client likes; too large a message is not read."""
+    if not frame.mark and len(frame.meta) <= UNCOUNTED_BYTES:
+        return frame, None
     try:
+        check_message(frame)
         return from_mark(frame), None
     except PenstockError as error:
         return frame, error

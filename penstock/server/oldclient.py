@@ -15,7 +15,7 @@ from typing import Protocol
 from penstock.core.entry import GroupSpec
 from penstock.core.retry import Retry
 from penstock.model.batch import EventBatch
-from penstock.model.errors import NotLeased, PenstockError, ProtocolViolation
+from penstock.model.errors import NotLeased, PayloadTooLarge, PenstockError, ProtocolViolation
 from penstock.model.settings import Settings
 from penstock.server.link import UNANSWERED_BYTES, Connection, Link
 from penstock.wire import message as say
@@ -178,9 +178,17 @@ class OldClient:
         self._send(Frame(Kind.HELLO, 0, say.encode(hello)))
 
     def _publish(self, command: old.Publish) -> None:
+        size_bytes, limit_bytes = len(command.payload), self._settings.limits.max_payload_bytes
+        if size_bytes > limit_bytes:  # answered before it is copied on its way to the engine
+            words = (
+                f"a payload of {size_bytes} bytes is over limits.max_payload_bytes of {limit_bytes}"
+            )
+            self._reply(
+                self._slot(), old.Error(PayloadTooLarge.code, f"{words}; send less at once")
+            )
+            return
         self._sequence += 1
         draft = say.DraftMeta(command.topic, payloads=[command.payload])
-        size_bytes = len(command.payload)
         self._ask(Kind.PUBLISH, say.Publish(self._sequence, [draft]), _stored, size_bytes)
 
     def _subscribe(self, command: old.Subscribe) -> None:

@@ -18,7 +18,16 @@ from penstock.model.errors import DeliveryError, InvalidInput, LeaseExpired, Pen
 from penstock.server.inbound import check_span
 from penstock.wire.fault import to_fault
 from penstock.wire.frame import Frame, Kind
-from penstock.wire.message import Commit, Deliver, Feed, Held, Refused, Settlement, encode
+from penstock.wire.message import (
+    MAX_REASON_CHARACTERS,
+    Commit,
+    Deliver,
+    Feed,
+    Held,
+    Refused,
+    Settlement,
+    encode,
+)
 
 if TYPE_CHECKING:
     from penstock.server.session import Session
@@ -27,7 +36,6 @@ log = logging.getLogger("penstock.server")
 
 # An honest client settles an event once and extends it now and then between two reports.
 MOST_CALLS = 16
-MAX_REASON_CHARACTERS = 4_096  # kept with a dead letter, in the journal and in its headers
 MOST_REFUSALS = 100  # of one delivery that is gone; one would tell the client as much
 # Deliveries held before those that ran out are looked for: most are settled long before.
 SWEEP_LEAST = 16

@@ -41,7 +41,6 @@ CONFIRM_EVERY = 256  # settlements, so that a busy client need not keep many
 LOOK_AGAIN_S = 0.005
 MAX_DELIVERY = 1 << 53  # no session counts that far; JSON clients can count no further
 MAX_BEATS_PER_S = 100  # a client has something to say every few seconds; more is a flood
-MAX_SETTLEMENTS = 65_536  # in one frame: a second of the broker's time, which others wait for
 
 
 class Session:
@@ -224,8 +223,6 @@ class Session:
     def _settle(self, settle: say.Settle) -> None:
         if settle.sequence <= self.settled:
             return  # sent again by a client that could not know
-        if len(settle.settlements) > MAX_SETTLEMENTS:
-            raise ProtocolViolation(f"more than {MAX_SETTLEMENTS} settlements in one frame")
         self.settled = settle.sequence
         for settlement in settle.settlements:
             for outlet in self.feeds.queues():

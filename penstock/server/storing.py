@@ -20,6 +20,7 @@ from penstock.engines.layout import draft_payload_bytes
 from penstock.engines.timekeeper import SCHEDULED
 from penstock.model.batch_head import BatchHead
 from penstock.model.errors import (
+    InvalidInput,
     LeaseExpired,
     PenstockError,
     ProtocolViolation,
@@ -38,7 +39,7 @@ from penstock.server.metrics_counters import Counters, duplicates_in
 from penstock.server.recall import Recall
 from penstock.wire import message as say
 from penstock.wire.fault import to_fault
-from penstock.wire.frame import Bytes, Frame, Kind
+from penstock.wire.frame import MAX_PARTS, Bytes, Frame, Kind
 from penstock.wire.message import decode, encode
 
 if TYPE_CHECKING:
@@ -49,6 +50,10 @@ if TYPE_CHECKING:
 MAX_REST_S = 0.05
 # Batches of one frame that are looked at in one turn of the loop.
 TURN_BATCHES = 4
+# And drafts in its message.
+TURN_DRAFTS = 256
+# In one Publish: as many as it could have parts, and four times what ours sends.
+MAX_DRAFTS = MAX_PARTS
 
 
 class Storing:
@@ -74,6 +79,11 @@ class Storing:
     async def publish(self, frame: Frame) -> Frame:
         """Store the drafts of a frame, or say where they went when it came before."""
         wish: say.Publish = decode(frame.meta, say.Publish)
+        if len(wish.drafts) > MAX_DRAFTS:
+            raise InvalidInput(
+                f"{len(wish.drafts)} drafts in one Publish; {MAX_DRAFTS} are allowed, and nothing was "
+                "stored. Send them in several"
+            )
         self._begin(wish.sequence)
         try:
             return await self._publish_in_order(frame, wish)
@@ -131,8 +141,7 @@ class Storing:
             if number in stored:
                 receipts[number] = await self._again(meta, stored[number])
                 continue
-            if meta.part >= 0 and number % TURN_BATCHES == TURN_BATCHES - 1:
-                await asyncio.sleep(0)  # others may have a word in between
+            await _pause(number, meta)
             try:
                 size = _size(meta, frame.parts)
                 if size and (meta.part >= 0 or self._fastpath.wants(size)):
@@ -282,7 +291,10 @@ class Storing:
             ]
             return Frame(Kind.RESULT, frame.request, encode(say.Published(list(receipts))))
         parts = frame.parts
-        drafts = [await self._take_in(meta, parts, _size(meta, parts)) for meta in wish.drafts]
+        drafts = []
+        for number, meta in enumerate(wish.drafts):
+            await _pause(number, meta)
+            drafts.append(await self._take_in(meta, parts, _size(meta, parts)))
         identity = self._session.identity
         if wish.key is not None:
             check_transaction_key(wish.key)
@@ -331,6 +343,13 @@ class Storing:
         if leased is None or not 0 <= index < leased.count:
             raise LeaseExpired("an event of the transaction is leased no more; nothing happened")
         return Settle(leased, index)
+
+
+async def _pause(number: int, meta: say.DraftMeta) -> None:
+    """Others may have a word between the drafts of a frame."""
+    turn = TURN_DRAFTS if meta.part < 0 else TURN_BATCHES
+    if number % turn == turn - 1:
+        await asyncio.sleep(0)
 
 
 def _size(meta: say.DraftMeta, parts: Sequence[Bytes]) -> int:

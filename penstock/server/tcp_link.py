@@ -283,7 +283,7 @@ class TcpLink(asyncio.BufferedProtocol):
             self.hold(True)
         else:
             frame = decode_frame(message, self._reader.limit_bytes)
-            self._accept(message[1], *(translated(frame) if frame.mark else (frame, None)))
+            self._accept(message[1], *translated(frame))
 
     def _expanded(
         self, work: asyncio.Future[Read], message: Message, behind: list[Message]

@@ -22,6 +22,7 @@ from penstock.server.log_quota import LogQuota
 from penstock.server.zmq_link import LINGER_S, RouterLink
 from penstock.server.zmq_listener import bind, configure, is_loopback
 from penstock.server.zmq_peers import STRANGER_BYTES, Peer, Peers
+from penstock.wire.bound import check_message
 from penstock.wire.fault import to_fault
 from penstock.wire.frame import ENVELOPE, MAGIC, MAX_PARTS, Bytes, Frame, Kind
 from penstock.wire.message import encode
@@ -137,6 +138,7 @@ class ZmqServer:
                 raise ProtocolViolation(
                     "over ZeroMQ the mark is 0, raw; JSON and protobuf need TCP"
                 )
+            check_message(frame)
             # The next connection of a client that insists on its identity begins with HELLO.
             if link is None or (link.leaving and frame.kind == Kind.HELLO):
                 link = self._admit(identity, frame.request, part)

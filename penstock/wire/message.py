@@ -16,6 +16,10 @@ from penstock.model.event import Receipt
 
 TRANSACTION_KEYS = "transaction-keys"
 """Among the capabilities of a Welcome: this broker heeds the key of a Transact."""
+MAX_HELD = 8_192
+"""Deliveries that one Subscribe names in `held`: what is beyond comes again."""
+MAX_REASON_CHARACTERS = 4_096
+"""Of a nack or reject: kept with a dead letter, in the journal and in its headers."""
 MAX_LOG_HELD = 1_024
 """Partitions that one Subscribe names in `log_held`: all those of the largest topic."""
 
@@ -100,6 +104,10 @@ class Welcome(Message, frozen=True):
     """After a restart, of each delivery that Hello named in `held`, the indices that are leased again."""
     now_us: int = 0
     """The broker's wall clock, in microseconds since 1970 UTC; an older broker does not say."""
+    max_message_bytes: int = 0
+    """The largest message it reads, that of Publish, Transact and Ask; an older broker does not say."""
+    max_values: int = 0
+    """Most values that it reads in one message; an older broker does not say."""
 
 
 class Fault(Message, frozen=True):

@@ -12,7 +12,8 @@ from penstock.engines.channel import Channel
 from penstock.engines.link import check_size
 from penstock.model.loader import load
 from penstock.wire import message as say
-from penstock.wire.frame import MAX_META_BYTES, Frame, Kind
+from penstock.wire.bound import MAX_MESSAGE_BYTES, check_message
+from penstock.wire.frame import Frame, Kind
 
 BEFORE = say.Welcome("s", "b1")
 
@@ -90,13 +91,36 @@ async def test_settlements_that_do_not_fit_hold_up_nothing() -> None:
     assert len(link.sent) == 1
 
 
+async def test_settlements_are_reported_in_portions_that_a_broker_reads() -> None:
+    """T1, T4: many deliveries, and one of many events; none is lost, none said twice."""
+    link = Narrow(1 << 30)
+    channel = channel_over(link)
+    many = [say.Settlement(number, handed=1, acks=[0, 1]) for number in range(5_000)]
+    nacks = [(index, None, "a reason of some length" * 200) for index in range(3_000)]
+    acks = [number for index in range(4_000) for number in (3_000 + 2 * index, 1)]
+    one = say.Settlement(9_999, 11_000, acks, nacks, [(20_000, "bad")], [(20_001, 2.0)])
+    channel.settle([*many, one])
+    settles = [say.decode(frame.meta, say.Settle) for frame in link.sent]
+    for frame in link.sent:
+        check_message(frame)
+    assert [settle.sequence for settle in settles] == [*range(1, len(settles) + 1)]
+    said = [each for settle in settles for each in settle.settlements]
+    assert said[:5_000] == many
+    rest = said[5_000:]
+    assert {(each.delivery, each.handed) for each in rest} == {(9_999, 11_000)}
+    assert [number for each in rest for number in each.acks] == acks
+    assert [nack for each in rest for nack in each.nacks] == nacks
+    assert [each.rejects for each in rest if each.rejects] == [[(20_000, "bad")]]
+    assert [each.extends for each in rest if each.extends] == [[(20_001, 2.0)]]
+
+
 def test_a_message_is_bounded_as_well_as_a_frame() -> None:
     """T1: a broker reads no more of it, so it is refused before it is sent."""
-    fits = Frame(Kind.PUBLISH, 1, bytes(MAX_META_BYTES))
+    fits = Frame(Kind.PUBLISH, 1, bytes(MAX_MESSAGE_BYTES))
     check_size(fits, fits.size_bytes, 1 << 30)
     with pytest.raises(errors.PayloadTooLarge) as raised:
-        check_size(Frame(Kind.PUBLISH, 1, bytes(MAX_META_BYTES + 1)), 0, 1 << 30)
-    assert raised.value.data["limit_bytes"] == MAX_META_BYTES
+        check_size(Frame(Kind.PUBLISH, 1, bytes(MAX_MESSAGE_BYTES + 1)), 0, 1 << 30)
+    assert raised.value.data["limit_bytes"] == MAX_MESSAGE_BYTES
     with pytest.raises(errors.PayloadTooLarge):
         check_size(Frame(Kind.PUBLISH, 1, b""), 11, 10)
 

@@ -14,8 +14,8 @@ from penstock.core.entry import GroupSpec
 from penstock.core.retry import Retry
 from penstock.engines.ask_reference import reference
 from penstock.model.event import Receipt
-from penstock.server import connection, feeds, link, oldclient, session, tcp_link, zeromq
-from penstock.wire import frame, mark, message, negotiation, oldcommand
+from penstock.server import connection, feeds, link, oldclient, session, storing, tcp_link, zeromq
+from penstock.wire import bound, frame, mark, message, negotiation, oldcommand
 from penstock.wire.frame import Kind
 from penstock.wire.schema import DeliverEvents, EventItem, Result
 
@@ -85,12 +85,18 @@ def test_old_commands() -> None:
         f"more than {link.UNANSWERED_BYTES >> 20} MiB of a client's requests",
         f"at most {negotiation.MAX_NEGOTIATION_BYTES >> 10} KiB",
         f"0 to {frame.MAX_PARTS:,} byte strings",
-        f"at most {frame.MAX_META_BYTES >> 20} MiB; empty",
+        f"at most {frame.MAX_META_BYTES >> 20} MiB and from clients",
         f"the last {session.MAX_KEPT_ANSWERS:,}, at most {session.MAX_KEPT_BYTES >> 20} MiB",
         f"| feeds of a session | {feeds.MAX_FEEDS:,} |",
         f"| partitions in `log_held` of one Subscribe | {message.MAX_LOG_HELD:,};",
         f"| heartbeats of a session | {session.MAX_BEATS_PER_S} a second;",
-        f"| settlements in one Settle | {session.MAX_SETTLEMENTS:,};",
+        f"| meta of Publish, Transact and Ask | {bound.MAX_MESSAGE_BYTES >> 20} MiB |",
+        f"| meta of Subscribe | {bound.MAX_SUBSCRIBE_BYTES >> 20} MiB |",
+        f"| meta of other requests | {bound.MAX_SMALL_BYTES >> 20} MiB |",
+        f"| meta from the broker | {frame.MAX_META_BYTES >> 20} MiB |",
+        f"| values in a meta of a client | {bound.MAX_VALUES:,}; {bound.MAX_SETTLE_VALUES:,} in a Settle, and in protobuf |",
+        f"| drafts of one Publish | {storing.MAX_DRAFTS:,};",
+        f"Penstock names {message.MAX_HELD:,};",
         f"that break the protocol | {connection.MAX_VIOLATIONS} are answered",
         f"that break the protocol | {zeromq.MAX_VIOLATIONS} are answered",
         f"more than {mark.MAX_EVENTS:,} events or {mark.MAX_EVENTS_BYTES >> 20} MiB",

@@ -19,8 +19,10 @@ from penstock.engines.layout import MERGE_EVENTS
 from penstock.engines.remote_publisher import (
     GATHER_S,
     MAX_UNDER_WAY,
+    MESSAGE_BYTES,
     PART_BYTES,
     RemotePublisher,
+    bundled,
     described,
 )
 from penstock.model.event import Identity, Receipt
@@ -187,6 +189,44 @@ def test_large_drafts_with_tokens_travel_beside_the_message(large: Draft) -> Non
     meta = described(large, parts)
     assert (meta.part, meta.payloads, len(parts)) == (0, [], 1)
     assert len(say.encode(meta)) < 200
+
+
+def test_headers_and_keys_count_as_payloads_do() -> None:
+    """T1: one event with nothing but headers travels as a batch when they are large."""
+    wide = draft(b"")
+    wide.headers = [{f"name-{number}": "x" * 1_000 for number in range(PART_BYTES // 1_000)}]
+    parts: list[Any] = []
+    assert described(wide, parts).part == 0
+    arrived = inbound(described(wide, parts), parts, Identity(), WIDE)
+    assert [dict(each or {}) for each in arrived.subset([0]).headers or ()] == wide.headers
+
+
+WIDE = Limits(max_headers=1_024, max_headers_bytes=1 << 20)
+
+
+async def test_no_message_is_longer_than_a_broker_reads_uncounted() -> None:
+    """T1: many small drafts are split over frames, whatever of them takes the room."""
+    link = Outlet()
+    channel, publisher = publisher_over(link)
+    link.answer = lambda frame: stored(channel, frame)
+    drafts = []
+    for number in range(500):
+        one = draft(bytes(number % 7 * 100))
+        one.keys, one.headers = [bytes(900)], [{"name": "x" * 900, "other": "y"}]
+        drafts.append(one)
+    await asyncio.gather(*(publisher.publish(one) for one in drafts))
+    assert len(link.sent) > 5
+    assert max(len(frame.meta) for frame in link.sent) <= MESSAGE_BYTES
+    found = [meta for frame in link.sent for meta in say.decode(frame.meta, say.Publish).drafts]
+    assert [meta.payloads for meta in found] == [list(one.payloads) for one in drafts]
+
+
+def test_drafts_that_must_share_a_frame_go_beside_a_message_that_is_full() -> None:
+    """T1: those of a transaction; tiny ones stay in it."""
+    parts: list[Any] = []
+    metas = bundled([*[draft(bytes(30_000))] * 10, draft(b"tiny")], parts)
+    assert [meta.part for meta in metas] == [-1, -1, -1, -1, 0, 1, 2, 3, 4, 5, -1]
+    assert len(parts) == 6
 
 
 COLUMN = st.none() | st.binary(max_size=4)
