@@ -38,7 +38,7 @@ QUEUE_RETRY_S = 0.1
 STORAGE_RETRY_S = 60.0
 """When to try again after the storage quota was full: retention frees space about this often."""
 
-RATE_RETRY_S = 0.1
+RATE_RETRY_S = 0.25
 """When to try again after a rate was used up, at the least: what has flowed in by then comes in few
 batches, and each that is refused in between would cost the others time."""
 

@@ -16,7 +16,7 @@ RATES = ("events_per_s", "bytes_per_s")
 MOST_TENANTS = 1_000
 # A tenant is at its limit for so long after a refusal is over: at half as much again as its rate it has
 # had the next one by then.
-LATELY_S = 0.25
+LATELY_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Respite:
     (None, None)
     >>> respite.withheld()
     {'events_per_s acme': 1}
-    >>> respite.lately("acme", now_s=12.2), respite.lately("acme", now_s=12.3), bool(respite)
+    >>> respite.lately("acme", now_s=12.4), respite.lately("acme", now_s=12.5), bool(respite)
     (True, False, False)
     """
 

@@ -53,10 +53,12 @@ class Bundle:
         drafts: Sequence[Draft],
         note: Callable[[list[int]], Entry],
         ready: Callable[[], None] = lambda: None,
+        patience_s: float = 0.0,
     ) -> list[Answer]:
         """Store what can be stored; `note` makes the entry that says where it went, for each tenant.
 
         `ready` is called when it is on its way to the journal, before whatever is stored from then on.
+        With patience it waits so long for a commit of somebody else.
         """
         answers: dict[int, Answer] = {}
         admitted: list[tuple[Draft, int]] = []
@@ -70,7 +72,9 @@ class Bundle:
                 else:
                     tenants.setdefault(draft.tenant, []).extend(pieces)
             if tenants:
-                answers |= await self._store_each([*tenants.values()], drafts, note, ready)
+                answers |= await self._store_each(
+                    [*tenants.values()], drafts, note, ready, patience_s
+                )
         finally:
             for draft, kept in admitted:
                 self._engine.admission.ingress_done(draft.tenant, draft.count, kept)
@@ -82,6 +86,7 @@ class Bundle:
         drafts: Sequence[Draft],
         note: Callable[[list[int]], Entry],
         ready: Callable[[], None],
+        patience_s: float,
     ) -> dict[int, Answer]:
         """Each tenant has a queue of its own: in another's its events would be overtaken."""
 
@@ -89,7 +94,7 @@ class Bundle:
             if pieces is tenants[-1]:  # they begin one after another: all others are on their way
                 ready()
             try:
-                return dict(await self._store(pieces, drafts, note))
+                return dict(await self._store(pieces, drafts, note, patience_s))
             except PenstockError as error:
                 return {piece.draft: error for piece in pieces}
 
@@ -114,7 +119,11 @@ class Bundle:
         return [Piece(number, part, at) for part, at in intake.split(draft)]
 
     async def _store(
-        self, pieces: list[Piece], drafts: Sequence[Draft], note: Callable[[list[int]], Entry]
+        self,
+        pieces: list[Piece],
+        drafts: Sequence[Draft],
+        note: Callable[[list[int]], Entry],
+        patience_s: float,
     ) -> dict[int, Receipt]:
         stacks = _stacked(pieces)
         stretches: list[Stretch] = []
@@ -135,6 +144,7 @@ class Bundle:
             [(joined([piece.events for piece in stack]) if len(stack) > 1 else stack[0].events,
               stack[0].partition) for stack in stacks],
             when_taken,
+            patience_s,
         )  # fmt: skip
         if any(piece.due_us is not None for piece in pieces):
             self._engine.timekeeper.wake()

@@ -11,12 +11,11 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
-from penstock.core.entry import Entry, encode_entries
-from penstock.core.lease import Lease
+from penstock.core.entry import encode_entries
 from penstock.engines.layout import Layout, Placed
-from penstock.engines.pending import Pending, Submission
+from penstock.engines.pending import Pending, Source, Submission
 from penstock.engines.runtime import Runtime
 from penstock.engines.taken import Taken, refuse
 from penstock.engines.turnstile import Turnstile
@@ -32,18 +31,6 @@ ACK_LINGER_S = 0.005
 FULL_RETRY_S = 1.0
 # Room that must be left in the journal before settled events are written down.
 CONTROL_ROOM_BYTES = 256 * 1024
-
-
-class Source(Protocol):
-    """Where entries that nobody waits for come from: the delivery machines."""
-
-    def drain(self) -> tuple[list[Entry], list[Lease]]:
-        """Entries to write, and the leases that may go out when they are durable."""
-        ...
-
-    def news_bytes(self) -> int:
-        """An upper bound on what `drain` would return takes in the journal."""
-        ...
 
 
 class CommitLoop:
@@ -112,6 +99,14 @@ class CommitLoop:
     def _enter(self, submission: Submission) -> None:
         self._refuse_when_stopped()
         self._pending.add(submission)
+        self._wake.set()
+        if submission.patience_s:
+            loop = asyncio.get_running_loop()
+            loop.call_later(submission.patience_s, self._lose_patience, submission)
+
+    def _lose_patience(self, submission: Submission) -> None:
+        """Nobody else committed anything meanwhile, or not with so much room."""
+        submission.patience_s = 0.0
         self._wake.set()
 
     def _refuse_when_stopped(self) -> None:
@@ -201,9 +196,10 @@ class CommitLoop:
         if self.failed is not None or len(self._under_way) >= SIDE_BY_SIDE:
             return False
         if self._under_way:
-            return self._pending.others(self._busy())
-        # At the end nothing new is begun, or a busy bus would not end.
-        return bool(self._pending or self._flushes or (self._due and not self._closing))
+            return self._pending.presses(self._busy())
+        if self._closing:  # nothing new is begun, or a busy bus would not end
+            return bool(self._pending or self._flushes)
+        return bool(self._flushes or self._due or self._pending.presses())
 
     def _busy(self) -> set[str]:
         return {each.tenant for _, taken in self._under_way for each in taken.submissions}

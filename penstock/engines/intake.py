@@ -239,12 +239,19 @@ class Intake:
         self,
         parts: Sequence[tuple[Draft, int]],
         when_taken: Callable[[list[Receipt]], list[Entry]],
+        patience_s: float = 0.0,
     ) -> list[Receipt]:
-        """Write drafts that are prepared and have their partitions, with entries about them."""
+        """Write drafts that are prepared and have their partitions, with entries about them.
+
+        With patience they wait so long for a commit of somebody else.
+        """
         size = sum(draft_bytes(draft) for draft, _ in parts) + 1_024
         drafts = [draft for draft, _ in parts]
         partitions = [partition for _, partition in parts]
-        return await self._submit(drafts, partitions, size, drafts[0].tenant, when_taken=when_taken)
+        return await self._submit(
+            drafts, partitions, size, drafts[0].tenant,
+            when_taken=when_taken, patience_s=patience_s,
+        )  # fmt: skip
 
     async def _submit(
         self,
@@ -257,6 +264,7 @@ class Intake:
         check: Callable[[], None] | None = None,
         brings_news: bool = False,
         for_publish: bool = False,
+        patience_s: float = 0.0,
     ) -> list[Receipt]:
         if drafts:
             await self._engine.brake.wait(size)
@@ -268,6 +276,7 @@ class Intake:
         submission.check = check
         submission.brings_news = brings_news
         submission.for_publish |= for_publish
+        submission.patience_s = patience_s
         receipts: list[Receipt] = await self._engine.commits.submit(submission)
         return receipts
 

@@ -1,7 +1,8 @@
 """Pending: what waits for the next commit, a queue for each tenant, served in turns.
 
 Each tenant gets at most its quantum of bytes in a commit while others wait, so one tenant's flood
-costs the others one quantum and not the flood.
+costs the others one quantum and not the flood. Who is patient goes with the commit of somebody who
+is not, as long as there is one soon: a sync of its own would hold up those of others.
 """
 
 from __future__ import annotations
@@ -9,19 +10,35 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, Protocol
 
 from penstock.core.entry import Entry
+from penstock.core.lease import Lease
 from penstock.engines.engine import Draft
 from penstock.model.event import Receipt
+
+# A commit that patient submissions join is no larger than this: it is written as quickly as without.
+COMPANY_BYTES = 56 * 1024
 
 
 class Submission:
     """Drafts and entries that go into the journal together."""
 
     __slots__ = (
-        "brings_news", "check", "drafts", "entries", "for_publish", "future", "partitions", "position",
-        "receipts", "size", "tenant", "when_taken", "written",
+        "brings_news",
+        "check",
+        "drafts",
+        "entries",
+        "for_publish",
+        "future",
+        "partitions",
+        "patience_s",
+        "position",
+        "receipts",
+        "size",
+        "tenant",
+        "when_taken",
+        "written",
     )  # fmt: skip
 
     def __init__(
@@ -37,6 +54,8 @@ class Submission:
         self.partitions = partitions
         self.size = size
         self.future = future
+        self.patience_s = 0.0
+        """How long it waits for a commit of somebody else; nothing when that time is over."""
         self.entries: list[Entry] = []
         self.position = 0
         """Where it went in the journal."""
@@ -51,6 +70,18 @@ class Submission:
         """Whether `when_taken` also gives what a group has settled and leased."""
         self.when_taken: Callable[[list[Receipt]], list[Entry]] | None = None
         """Entries that need the offsets the drafts got."""
+
+
+class Source(Protocol):
+    """Where entries that nobody waits for come from: the delivery machines."""
+
+    def drain(self) -> tuple[list[Entry], list[Lease]]:
+        """Entries to write, and the leases that may go out when they are durable."""
+        ...
+
+    def news_bytes(self) -> int:
+        """An upper bound on what `drain` would return takes in the journal."""
+        ...
 
 
 class Pending:
@@ -76,16 +107,23 @@ class Pending:
         queue.append(submission)
         self.bytes += submission.size
 
-    def others(self, busy: Collection[str]) -> bool:
-        """Whether anybody waits but these tenants."""
-        return any(tenant not in busy for tenant in self._queues)
+    def presses(self, busy: Collection[str] = ()) -> bool:
+        """Whether anybody but these tenants has something that should not wait for company."""
+        return any(
+            tenant not in busy and _pressing(queue) for tenant, queue in self._queues.items()
+        )
 
     def first_size(self, busy: Collection[str] = ()) -> int:
         """Size of the submission that would be taken first."""
-        for tenant, queue in self._queues.items():
-            if tenant not in busy:
-                return queue[0].size
+        for tenant in self._order(busy):
+            return self._queues[tenant][0].size
         return 0
+
+    def _order(self, busy: Collection[str]) -> list[str]:
+        """Whose turn it is: patient tenants come last."""
+        order = [tenant for tenant in self._queues if tenant not in busy]
+        order.sort(key=lambda tenant: not _pressing(self._queues[tenant]))
+        return order
 
     def take(
         self,
@@ -103,7 +141,9 @@ class Pending:
             quantum = budget
         spent = 0
         served: dict[str, deque[Submission]] = {}
-        for tenant in [each for each in self._queues if each not in busy]:
+        for tenant in self._order(busy):
+            if not _pressing(self._queues[tenant]):
+                budget = min(budget, COMPANY_BYTES)
             queue = self._queues.pop(tenant)
             share = 0
             while queue and (
@@ -131,3 +171,8 @@ class Pending:
         self._queues.clear()
         self.bytes = 0
         return dropped
+
+
+def _pressing(queue: deque[Submission]) -> bool:
+    """Whether any of a tenant's submissions should not wait: those before it go with it."""
+    return any(not each.patience_s for each in queue)

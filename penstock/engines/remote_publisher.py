@@ -34,7 +34,7 @@ SPREAD = 0.1
 LEAST_S = 0.001  # 0 would be for ever
 # A tenant at its limit sends what it has to say in few frames: each costs the broker about the same,
 # whatever is in it, and other tenants wait for it.
-GATHER_S = 0.01
+GATHER_S = 0.025
 
 
 class Waiting(NamedTuple):

@@ -15,6 +15,9 @@ from collections import deque
 # How long a batch waits at most for a moment in which nobody else publishes. Where there is none,
 # a tenant ahead of its rate gets some hundred turns a second.
 PATIENCE_S = 0.005
+# And for a commit of somebody else, if there was a publish so lately that there is another one soon.
+COMPANY_S = 0.005
+LATELY_S = 2 * COMPANY_S
 # How often a thread looks, which cannot be told; a publish takes about this long.
 LOOK_S = 0.001
 
@@ -40,11 +43,18 @@ class Courtesy:
 
     def __init__(self) -> None:
         self._under_way = 0
+        self._latest_s = 0.0
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     def begin(self) -> None:
         """A publish of a tenant within its rate came."""
         self._under_way += 1
+        self._latest_s = time.monotonic()
+
+    def company_s(self) -> float:
+        """How long to wait for a commit of somebody within its rate, who pays for the sync anyway."""
+        soon = self._under_way or time.monotonic() < self._latest_s + LATELY_S
+        return COMPANY_S if soon else 0.0
 
     def end(self) -> None:
         """It is answered."""

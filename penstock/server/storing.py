@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,7 @@ from penstock.model.settings import Limits
 from penstock.model.topic import tenant_of
 from penstock.server.courtesy import Courtesy
 from penstock.server.fastpath import FastPath
+from penstock.server.helping import Answers, helpings_of
 from penstock.server.inbound import check_transaction_key, inbound, owner
 from penstock.server.line import Line, Place
 from penstock.server.metrics_counters import Counters, duplicates_in
@@ -106,7 +107,6 @@ class Storing:
         """Everything stands in line: new topics, files and threads make some wait, nobody knows which."""
         with self._line.join({draft.topic for draft in wish.drafts}) as place:
             if self._ahead(wish):
-                await self._courtesy.turn()
                 return await self._publish(frame, wish, place, self._courtesy)
             if self._fastpath.wants(frame.size_bytes):  # nobody waits for something large to end
                 return await self._publish(frame, wish, place)
@@ -134,49 +134,78 @@ class Storing:
         stored = self._before(wish.sequence)
         if wish.withheld and not stored:
             self._withheld(wish.withheld)
-        receipts: list[Receipt | None] = [None] * len(wish.drafts)
-        faults: dict[int, say.Fault] = {}
+        found = Answers(len(wish.drafts))
+        sizes = [_size(meta, frame.parts) for meta in wish.drafts]
+        helpings = [range(len(sizes))] if courtesy is None else helpings_of(sizes)
+        for numbers in helpings:
+            if courtesy is not None:
+                await courtesy.turn()
+            drafts = await self._take_in_some(numbers, frame, wish, sizes, stored, found)
+            if not drafts:
+                continue
+            await place.turn()
+            leave = place.leave if numbers is helpings[-1] else _stay
+            patience_s = 0.0 if courtesy is None else courtesy.company_s()
+            await self._store(drafts, wish.sequence, leave, found, patience_s)
+        if courtesy is not None:
+            await courtesy.turn()
+        answer = say.Published(found.receipts, found.faults)
+        return Frame(Kind.RESULT, frame.request, encode(answer))
+
+    async def _take_in_some(
+        self,
+        numbers: range,
+        frame: Frame,
+        wish: say.Publish,
+        sizes: Sequence[int],
+        stored: dict[int, list[tuple[int, int, int]]],
+        found: Answers,
+    ) -> dict[int, Draft]:
+        """Make drafts ready, by their numbers; what is refused or was stored before has its answer."""
         drafts: dict[int, Draft] = {}
-        for number, meta in enumerate(wish.drafts):
+        for number in numbers:
+            meta, size = wish.drafts[number], sizes[number]
             if number in stored:
-                receipts[number] = await self._again(meta, stored[number])
+                found.receipts[number] = await self._again(meta, stored[number])
                 continue
             await _pause(number, meta)
             try:
-                size = _size(meta, frame.parts)
                 if size and (meta.part >= 0 or self._fastpath.wants(size)):
                     self._check_rate(meta, frame.parts)
                 drafts[number] = await self._take_in(meta, frame.parts, size)
-            except Rejected as error:
-                faults[number] = to_fault(error)
-                self._refused(error)
             except PenstockError as error:
-                faults[number] = to_fault(error)
-        if drafts:
-            if courtesy is not None:
-                await courtesy.turn()
-            await place.turn()
-            numbers = list(drafts)
+                self._refuse(number, error, found)
+        return drafts
 
-            def note(places: list[int]) -> Entry:
-                for at in range(0, len(places), 4):
-                    places[at] = numbers[places[at]]
-                return Produced(self._session.id, wish.sequence, places)
+    async def _store(
+        self,
+        drafts: dict[int, Draft],
+        sequence: int,
+        ready: Callable[[], None],
+        found: Answers,
+        patience_s: float,
+    ) -> None:
+        numbers = list(drafts)
 
-            started = time.perf_counter()
-            with tracing.receiving(list(drafts.values())):
-                answers = await self._bundle.publish(list(drafts.values()), note, place.leave)
-            seconds = time.perf_counter() - started
-            if courtesy is not None:
-                await courtesy.turn()
-            for number, answer in zip(numbers, answers, strict=True):
-                if isinstance(answer, Receipt):
-                    receipts[number] = answer
-                    self._count(drafts[number], answer, seconds)
-                else:
-                    faults[number] = to_fault(answer)
-                    self._refused(answer)
-        return Frame(Kind.RESULT, frame.request, encode(say.Published(receipts, faults)))
+        def note(places: list[int]) -> Entry:
+            for at in range(0, len(places), 4):
+                places[at] = numbers[places[at]]
+            return Produced(self._session.id, sequence, places)
+
+        started = time.perf_counter()
+        with tracing.receiving(list(drafts.values())):
+            answers = await self._bundle.publish(list(drafts.values()), note, ready, patience_s)
+        seconds = time.perf_counter() - started
+        for number, answer in zip(numbers, answers, strict=True):
+            if isinstance(answer, Receipt):
+                found.receipts[number] = answer
+                self._count(drafts[number], answer, seconds)
+            else:
+                self._refuse(number, answer, found)
+
+    def _refuse(self, number: int, error: PenstockError, found: Answers) -> None:
+        found.faults[number] = to_fault(error)
+        self._refused(error)
 
     def _take_in(self, meta: say.DraftMeta, parts: Sequence[Bytes], size: int) -> Awaitable[Draft]:
         """Make a draft ready for the engine, in a thread when it is large (row T13)."""
@@ -350,6 +379,10 @@ async def _pause(number: int, meta: say.DraftMeta) -> None:
     turn = TURN_DRAFTS if meta.part < 0 else TURN_BATCHES
     if number % turn == turn - 1:
         await asyncio.sleep(0)
+
+
+def _stay() -> None:
+    """More of the frame follows."""
 
 
 def _size(meta: say.DraftMeta, parts: Sequence[Bytes]) -> int:

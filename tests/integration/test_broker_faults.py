@@ -925,7 +925,7 @@ async def eager(metered: Daemon) -> AsyncIterator[penstock.Bus]:
         yield bus
 
 
-@pytest.mark.parametrize(("events", "retry_after_s"), [(2, 0.1), (80, 0.8)])
+@pytest.mark.parametrize(("events", "retry_after_s"), [(2, 0.25), (80, 0.8)])
 async def test_a_client_over_its_rate_rests_for_a_moment_and_goes_on(
     metered: Daemon,
     eager: penstock.Bus,

@@ -5,15 +5,16 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engines.pending import Pending
+from penstock.engines.pending import COMPANY_BYTES, Pending
 
 
 class Job:
     """As much of a submission as `Pending` looks at."""
 
-    def __init__(self, tenant: str, size: int) -> None:
+    def __init__(self, tenant: str, size: int, patience_s: float = 0.0) -> None:
         self.tenant = tenant
         self.size = size
+        self.patience_s = patience_s
 
 
 def fits(job: Job, size: int) -> bool:
@@ -72,6 +73,36 @@ def test_what_does_not_fit_stays() -> None:
     assert pending.first_size() == 6
     assert [job.size for job in pending.drop()] == [6]
     assert (pending.bytes, bool(pending), pending.first_size()) == (0, False, 0)
+
+
+def test_the_patient_wait_for_company_and_do_not_make_it_large() -> None:
+    """T11: a tenant ahead of its rate costs others no sync of its own."""
+    pending = Pending()
+    patient = [Job("ahead", 1_000, patience_s=1.0) for _ in range(100)]
+    for job in patient:
+        pending.add(job)  # type: ignore[arg-type]
+    assert not pending.presses()
+    fill(pending, ("calm", 5))
+    assert pending.presses()
+    assert not pending.presses({"calm"})
+    assert pending.first_size() == 5
+    taken = take(pending, budget=1 << 30, quantum=1 << 30)
+    assert taken[0] == ("calm", 5), "who does not wait comes first"
+    assert COMPANY_BYTES - 1_000 <= sum(size for _, size in taken) <= COMPANY_BYTES
+    assert not pending.presses()
+    patient[-1].patience_s = 0.0
+    assert pending.presses(), "what is before it goes with it"
+    assert len(take(pending, budget=1 << 30)) == 101 - len(taken)
+
+
+def test_what_is_patient_and_large_goes_alone_when_nobody_comes() -> None:
+    pending = Pending()
+    fill(pending, ("calm", 5))
+    large = Job("ahead", 2 * COMPANY_BYTES, patience_s=1.0)
+    pending.add(large)  # type: ignore[arg-type]
+    assert take(pending) == [("calm", 5)]
+    large.patience_s = 0.0
+    assert take(pending) == [("ahead", 2 * COMPANY_BYTES)]
 
 
 JOBS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 30)), max_size=40)

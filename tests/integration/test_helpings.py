@@ -1,0 +1,121 @@
+"""A tenant ahead of its rate is served in helpings, and nothing of a frame is lost or stored twice (T11, X2)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+import penstock
+from penstock.engines.bundle import Answer, Bundle
+from penstock.engines.pending import COMPANY_BYTES
+from penstock.server.helping import HELPING_BYTES
+from penstock.testing.broker_process import BrokerProcess, broker_inside
+
+TOPIC = "orders.created.v1.acme"
+OTHERS = "orders.created.v1.other"
+RATE_PER_S = 2_000
+QUOTA = {"admission.tenants.acme.events_per_s": RATE_PER_S}
+BATCHES, EVENTS, PAYLOAD_BYTES = 30, 20, 400  # one frame of some 250 KB
+DEADLINE_S = 30.0
+
+
+@asynccontextmanager
+async def busy(url: str) -> AsyncIterator[None]:
+    """Another tenant's publisher, all the time: whoever is patient waits for it."""
+
+    async def publish(bus: penstock.Bus) -> None:
+        while True:
+            with contextlib.suppress(penstock.PenstockError):
+                await bus.publish(OTHERS, b"x")
+
+    async with penstock.connect(url, client__deadline_s=DEADLINE_S) as bus:
+        tasks = [asyncio.create_task(publish(bus)) for _ in range(4)]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def batches(number: int) -> list[list[bytes]]:
+    return [
+        [b"%d.%d.%d." % (number, at, n) + os.urandom(PAYLOAD_BYTES) for n in range(EVENTS)]
+        for at in range(BATCHES)
+    ]
+
+
+def told_apart(payload: bytes) -> bytes:
+    return b".".join(payload.split(b".", 3)[:3])
+
+
+async def test_a_frame_is_stored_in_helpings_that_go_with_commits_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    helpings: list[int] = []
+    publish = Bundle.publish
+
+    async def watched(
+        self: Bundle,
+        drafts: list,
+        note: Callable,
+        ready: Callable[[], None] = lambda: None,
+        patience_s: float = 0.0,
+    ) -> list[Answer]:
+        if drafts[0].topic == TOPIC and patience_s:
+            helpings.append(sum(sum(map(len, draft.payloads)) for draft in drafts))
+        return await publish(self, drafts, note, ready, patience_s)
+
+    monkeypatch.setattr(Bundle, "publish", watched)
+    daemon = broker_inside(tmp_path, QUOTA)
+    await daemon.start()
+    try:
+        url = f"penstock://127.0.0.1:{daemon.ports['tcp']}"
+        async with penstock.connect(url) as bus, busy(url):
+            await bus.publish_many(TOPIC, [b"x"] * (RATE_PER_S // 2))  # now it is ahead
+            before = daemon.engine.commits.commits
+            receipts = await asyncio.gather(
+                *(bus.publish_many(TOPIC, payloads) for payloads in batches(0)[:20])
+            )
+            commits = daemon.engine.commits.commits - before
+        offsets = [receipt.offset for receipt in receipts]
+        assert offsets == list(range(RATE_PER_S // 2, RATE_PER_S // 2 + 20 * EVENTS, EVENTS))
+        assert len(helpings) >= 3
+        assert max(helpings) <= HELPING_BYTES < COMPANY_BYTES
+        assert commits >= len(helpings), "each with one of others, or alone"
+    finally:
+        await daemon.stop()
+
+
+async def test_of_a_frame_in_helpings_nothing_is_lost_or_stored_twice(tmp_path: Path) -> None:
+    """Q13: the broker is killed after some of them; the client sends the frame again."""
+    flags = {"admission__tenants": {"acme": {"events_per_s": RATE_PER_S}}}
+    with BrokerProcess(tmp_path / "data").start(**flags) as broker:
+        async with (
+            busy(broker.url()),
+            penstock.connect(broker.url(), client__deadline_s=DEADLINE_S) as bus,
+        ):
+            expected: list[bytes] = []
+            in_part = 0
+            for number in range(6):
+                await asyncio.sleep(0.6)  # enough of the rate is back
+                await bus.publish_many(TOPIC, [b"ahead.%d.0." % number] * 600)
+                await bus.publish_many(TOPIC, [b"ahead.%d.1." % number] * 400)
+                made = batches(number)
+                calls = [asyncio.create_task(bus.publish_many(TOPIC, each)) for each in made]
+                await asyncio.sleep(0.006 + 0.004 * number)
+                await asyncio.to_thread(broker.kill)
+                await asyncio.to_thread(broker.start, **flags)
+                receipts = await asyncio.wait_for(asyncio.gather(*calls), DEADLINE_S)
+                told = [receipt.duplicate for receipt in receipts]
+                in_part += True in told and False in told
+                expected += [told_apart(payload) for each in made for payload in each]
+            found = [told_apart(event.payload) async for event in bus.replay(TOPIC)]
+        assert [each for each in found if not each.startswith(b"ahead")] == expected
+        assert in_part, "no kill fell between two helpings"
