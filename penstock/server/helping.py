@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.model.event import Receipt
-from penstock.wire.message import Fault
+from penstock.wire.frame import Bytes
+from penstock.wire.message import DraftMeta, Fault
 
 # With what others commit it is below what is written in one go (`COMPANY_BYTES` of the pending).
 HELPING_BYTES = 40 << 10
@@ -39,3 +40,10 @@ def helpings_of(sizes: Sequence[int]) -> list[range]:
             begin, size = number, 0
         size += each
     return [*helpings, range(begin, len(sizes))]
+
+
+def size_of(meta: DraftMeta, parts: Sequence[Bytes]) -> int:
+    """The bytes of a draft, in its part or in its lists; a part that is not there has none."""
+    if meta.part < 0:
+        return sum(map(len, meta.payloads))
+    return len(parts[meta.part]) if meta.part < len(parts) else 0

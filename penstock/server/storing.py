@@ -33,7 +33,7 @@ from penstock.model.settings import Limits
 from penstock.model.topic import tenant_of
 from penstock.server.courtesy import Courtesy
 from penstock.server.fastpath import FastPath
-from penstock.server.helping import Answers, helpings_of
+from penstock.server.helping import Answers, helpings_of, size_of
 from penstock.server.inbound import check_transaction_key, inbound, owner
 from penstock.server.line import Line, Place
 from penstock.server.metrics_counters import Counters, duplicates_in
@@ -107,7 +107,7 @@ class Storing:
         """Everything stands in line: new topics, files and threads make some wait, nobody knows which."""
         with self._line.join({draft.topic for draft in wish.drafts}) as place:
             if self._ahead(wish):
-                return await self._publish(frame, wish, place, self._courtesy)
+                return await self._publish(frame, wish, place, patient=True)
             if self._fastpath.wants(frame.size_bytes):  # nobody waits for something large to end
                 return await self._publish(frame, wish, place)
             await place.turn()
@@ -129,26 +129,27 @@ class Storing:
         frame: Frame,
         wish: say.Publish,
         place: Place,
-        courtesy: Courtesy | None = None,
+        *,
+        patient: bool = False,
     ) -> Frame:
         stored = self._before(wish.sequence)
         if wish.withheld and not stored:
             self._withheld(wish.withheld)
         found = Answers(len(wish.drafts))
-        sizes = [_size(meta, frame.parts) for meta in wish.drafts]
-        helpings = [range(len(sizes))] if courtesy is None else helpings_of(sizes)
+        sizes = [size_of(meta, frame.parts) for meta in wish.drafts]
+        helpings = helpings_of(sizes) if patient else [range(len(sizes))]
         for numbers in helpings:
-            if courtesy is not None:
-                await courtesy.turn()
+            if patient and self._ahead(wish):  # asked each time: to wait must not cost it its rate
+                await self._courtesy.turn()
             drafts = await self._take_in_some(numbers, frame, wish, sizes, stored, found)
             if not drafts:
                 continue
             await place.turn()
             leave = place.leave if numbers is helpings[-1] else _stay
-            patience_s = 0.0 if courtesy is None else courtesy.company_s()
+            patience_s = self._courtesy.company_s() if patient and self._ahead(wish) else 0.0
             await self._store(drafts, wish.sequence, leave, found, patience_s)
-        if courtesy is not None:
-            await courtesy.turn()
+        if patient and self._ahead(wish):
+            await self._courtesy.turn()
         answer = say.Published(found.receipts, found.faults)
         return Frame(Kind.RESULT, frame.request, encode(answer))
 
@@ -323,7 +324,7 @@ class Storing:
         drafts = []
         for number, meta in enumerate(wish.drafts):
             await _pause(number, meta)
-            drafts.append(await self._take_in(meta, parts, _size(meta, parts)))
+            drafts.append(await self._take_in(meta, parts, size_of(meta, parts)))
         identity = self._session.identity
         if wish.key is not None:
             check_transaction_key(wish.key)
@@ -383,13 +384,6 @@ async def _pause(number: int, meta: say.DraftMeta) -> None:
 
 def _stay() -> None:
     """More of the frame follows."""
-
-
-def _size(meta: say.DraftMeta, parts: Sequence[Bytes]) -> int:
-    """The bytes of a draft, in its part or in its lists; a part that is not there has none."""
-    if meta.part < 0:
-        return sum(map(len, meta.payloads))
-    return len(parts[meta.part]) if meta.part < len(parts) else 0
 
 
 def _pieces(receipt: Receipt) -> Iterator[Receipt]:
