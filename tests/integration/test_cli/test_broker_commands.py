@@ -203,6 +203,14 @@ async def test_sessions_and_tenants(cli: Any, guarded: BrokerProcess) -> None:
     assert desk.ok("session", "list", "--offset", "1000").rows == []
 
 
+def test_limits_and_refusals_that_are_none_are_dashes(cli: Any, broker: BrokerProcess) -> None:
+    """T11: a tenant without a rate has no burst either."""
+    at = {"PENSTOCK_URL": broker.url()}
+    assert cli("publish", TOPIC, "x", env=at).code == 0
+    _, line = cli("tenant", "list", env=at).text.splitlines()
+    assert line.split()[-2:] == ["-", "-"]
+
+
 def other() -> str:
     return Doorkeeper(Auth(jwt_secret=SECRET)).issue("other", "eve", ["operator"], 600)
 
