@@ -131,6 +131,9 @@ async def test_the_broker_tour_of_the_readme(tmp_path: Path) -> None:
     [tour] = [each.code for each in blocks_of(ROOT / "README.md") if "penstock up" in each.code]
     up, handle, publish, *looks = [line.partition("  #")[0].strip() for line in tour.splitlines()]
     assert up == "penstock up ./shop"
+    where = tour.splitlines()[0].partition("#")[2]
+    for name in ("tcp", "zmq", "pub", "http"):
+        assert getattr(Settings().server, name).rpartition(":")[2] in where, name
     put_command(tmp_path)
 
     with BrokerProcess(tmp_path / "shop").start() as broker:

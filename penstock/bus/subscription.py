@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from types import TracebackType
 from typing import Any, Self
 
 from penstock.engines.engine import Delivery, LogFeed, QueueFeed
 from penstock.model.batch import EventBatch
-from penstock.model.errors import BusClosed, InvalidInput
+from penstock.model.errors import BrokerUnreachable, BusClosed, ConnectionLost, InvalidInput
 from penstock.model.event import Event
 
 
@@ -56,8 +57,11 @@ class Subscription:
         if self._receiving is not None:
             self._receiving.cancel()
         if feed is not None:
-            await feed.close()
-            await self._after_close(self)
+            # A broker that is gone: its client goes on leaving, and who leaves can do nothing more about
+            # it, but would lose the error or the Ctrl-C that it leaves for.
+            with contextlib.suppress(BrokerUnreachable, ConnectionLost):
+                await feed.close()
+                await self._after_close(self)
 
     async def __aenter__(self) -> Self:
         return await self.open()

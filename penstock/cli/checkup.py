@@ -154,9 +154,8 @@ def check_config(invocation: Invocation) -> Iterator[Check]:
     problems = check(invocation.config, os.environ, invocation.flags)
     for problem in problems:
         error = problem.severity == "error"
-        found = f"{problem.source}: {problem.key}: {problem.message}"
         code = "invalid.settings" if error else ""
-        yield Check("config", "fail" if error else "warn", found, "see docs/reference/settings.md", code)  # fmt: skip
+        yield Check("config", "fail" if error else "warn", problem.text, "see docs/reference/settings.md", code)  # fmt: skip
     if not problems:
         yield Check("config", "ok", f"valid; file: {invocation.config or 'none'}")
 

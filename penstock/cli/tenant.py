@@ -36,9 +36,17 @@ def list_(invocation: Invocation, limit: int, offset: int) -> None:
 
     rows = [output.plain(row) for row in look(invocation, work)[offset : offset + limit]]
     if not invocation.json:  # only what is set and what happened
-        rows = [row | {name: _short(row[name]) for name in ("limits", "refusals")} for row in rows]
+        rows = [row | {"limits": _limits(row), "refusals": _short(row["refusals"])} for row in rows]
     output.show_rows(invocation, rows, COLUMNS)
 
 
-def _short(table: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in table.items() if value is not None)
+def _limits(row: dict[str, Any]) -> str | None:
+    limits: dict[str, Any] = row["limits"]
+    if limits["events_per_s"] is None and limits["bytes_per_s"] is None:
+        limits = limits | {"burst_s": None}  # it says something of a rate, and there is none
+    return _short(limits)
+
+
+def _short(table: dict[str, Any]) -> str | None:
+    words = [f"{name} {value}" for name, value in table.items() if value is not None]
+    return ", ".join(words) or None

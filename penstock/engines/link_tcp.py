@@ -106,13 +106,8 @@ class TcpLink(asyncio.BufferedProtocol):
                     raise ConnectionResetError("it closed the connection at once")
         except (OSError, TimeoutError) as error:
             self.close()
-            advice = "Start it with `penstock up`, or look at the address: it is that of server.tcp"
-            if self._tls is not None and isinstance(error, ConnectionResetError):
-                # Since TLS 1.3 a client that lacks a certificate hears of it after its handshake,
-                # and mostly as no more than an end.
-                advice = "If it asks clients for certificates, set client.tls_certificate and client.tls_key"
             raise BrokerUnreachable(
-                f"no broker answers at {self.host}:{self.port}: {error or 'timed out'}. {advice}",
+                f"no broker answers at {self.host}:{self.port}: {error or 'timed out'}. {self._advice(error)}",
                 host=self.host,
                 port=self.port,
             ) from error
@@ -120,6 +115,23 @@ class TcpLink(asyncio.BufferedProtocol):
             self.close()
             raise
         self._on_lost = on_lost
+
+    def _advice(self, error: OSError) -> str:
+        """What to do about a connection that did not come about."""
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return "Name the authority that signed the broker's certificate with client.tls_ca"
+        if isinstance(error, ssl.SSLError):
+            return "Where the broker has no TLS the URL begins with penstock://"
+        start = "Start it with `penstock up`, or look at the address: it is that of server.tcp"
+        if isinstance(error, ConnectionResetError):
+            if self._tls is None:
+                return f"{start}; where the broker has TLS the URL begins with penstocks://"
+            # Since TLS 1.3 a client that lacks a certificate hears of it after its handshake, and
+            # mostly as no more than an end.
+            return (
+                "If it asks clients for certificates, set client.tls_certificate and client.tls_key"
+            )
+        return start
 
     def send(self, frame: Frame) -> None:
         """Queue a frame; raises PayloadTooLarge where the broker would cut the connection."""

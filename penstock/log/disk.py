@@ -366,7 +366,8 @@ class RealDisk:
                 raise
             raise FolderLocked(
                 f"{self.root} is being written by {holder_in_words(holder)}. "
-                "Stop that process, or open the folder read-only with '?mode=ro'",
+                "Stop that process, open the folder read-only with '?mode=ro', or, if a broker has it, "
+                "connect to the broker: ports.json in the folder has its URL",
                 path=str(self.root),
                 holder=holder,
             ) from None

@@ -37,6 +37,7 @@ MAX_KEY_CHARS = 255  # what a tenant may be called, and far more than any settin
 PREFIX = "PENSTOCK_"
 NOT_SETTINGS = frozenset({"PENSTOCK_URL", "PENSTOCK_CONFIG"})  # where the bus and this file are
 TENANTS = "admission.tenants"
+NO_KEY = "-"  # of a problem with the file as a whole
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -49,7 +50,13 @@ class Problem(msgspec.Struct, frozen=True):
     message: str
 
     def __str__(self) -> str:
-        return f"{self.severity}: {self.source}: {self.key}: {self.message}"
+        return f"{self.severity}: {self.text}"
+
+    @property
+    def text(self) -> str:
+        """Where it is and what is wrong, in a line."""
+        where = self.source if self.key == NO_KEY else f"{self.source}: {self.key}"
+        return f"{where}: {self.message}"
 
 
 class Entry(NamedTuple):
@@ -81,7 +88,7 @@ def load(
     first = errors[0]
     more = f" ({len(errors) - 1} more: see `penstock config check`)" if len(errors) > 1 else ""
     raise InvalidSettings(
-        f"{first.source}: {first.key}: {first.message}{more}",
+        f"{first.text}{more}",
         key=first.key,
         source=first.source,
         problems=problems,
@@ -133,7 +140,7 @@ def _entries(
         try:
             tables = read_file(path)
         except InvalidSettings as error:
-            problems.append(Problem("error", source, "-", error.message))
+            problems.append(Problem("error", source, NO_KEY, error.message))
             tables = {}
         for group, table in tables.items():
             fields = table.items() if isinstance(table, dict) else [("", table)]

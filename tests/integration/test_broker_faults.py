@@ -92,12 +92,20 @@ class Site:
         address = f"http://127.0.0.1:{self.broker.ports['http']}{path}"
         return await asyncio.to_thread(lambda: urllib.request.urlopen(address).read().decode())
 
-    async def late(self) -> float:
-        """Settlements that came too late, as the metrics count them."""
+    async def counted(self, name: str) -> float:
+        """A metric, written with its labels; 0 where it is not there."""
         for line in (await self.get("/metrics")).splitlines():
-            if line.startswith("penstock_settled_events_total") and 'kind="late"' in line:
+            if line.startswith(f"{name} "):
                 return float(line.split()[-1])
         return 0.0
+
+    async def late(self) -> float:
+        """Settlements that came too late, as the metrics count them."""
+        return await self.counted('penstock_settled_events_total{kind="late"}')
+
+    async def held_back(self) -> float:
+        """Times that a client's send buffer was full."""
+        return await self.counted('penstock_backpressure_total{reason="send-buffer"}')
 
     async def sessions(self) -> list[dict[str, Any]]:
         return json.loads(await self.get("/api/admin/sessions"))["items"]
@@ -471,6 +479,7 @@ async def test_a_client_that_never_reads(tmp_path: Path, transport: str) -> None
             for _ in range(20):
                 await bus.publish_many("big.events", [random.randbytes(10_000)] * 100)
             assert site.rss_bytes - full < 160 * MIB
+            assert await site.held_back() > 0, "row X10: it is seen that deliveries wait"
             assert not site.complaints()
     finally:
         assert site.stop() == 0

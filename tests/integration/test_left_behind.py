@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
+import signal
+import sys
+from asyncio.subprocess import PIPE, STDOUT
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +16,15 @@ import pytest
 
 import penstock
 from penstock import errors
+from penstock.core.entry import GroupSpec
+from penstock.engines.link_tcp import TcpLink
 from penstock.server.outlet import QueueOutlet
 from penstock.testing.broker_process import BrokerProcess, broker_inside
-from penstock.wire.frame import Kind
+from penstock.wire import message as say
+from penstock.wire.frame import Frame, Kind
 
+ROOT = Path(penstock.__file__).resolve().parent.parent
+BILLING = ROOT / "examples" / "billing.py"
 DEADLINE_S = 20.0
 SOON_S = 5.0
 TOPIC = "orders.created"
@@ -227,3 +236,70 @@ async def test_a_client_that_leaves_while_it_publishes_counts_for_nothing(
     async with asyncio.timeout(SOON_S):
         while daemon.engine.admission.use()["default"][1]:
             await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("mode", ["queue", "log"])
+@pytest.mark.parametrize("group", ["billing", None], ids=["group", "listener"])
+async def test_who_leaves_when_the_broker_is_gone_keeps_its_own_error(
+    tmp_path: Path, mode: str, group: str | None
+) -> None:
+    """T4: what ended the block is what its caller hears, not that nobody could be told of it."""
+    with BrokerProcess(tmp_path / "data").start() as broker:
+        async with penstock.connect(broker.url(), client__deadline_s=0.5) as bus:
+            with pytest.raises(KeyError, match="no such order"):
+                async with bus.subscribe(TOPIC, group=group, mode=mode):
+                    await asyncio.to_thread(broker.kill)
+                    raise KeyError("no such order")
+
+
+async def test_ctrl_c_ends_a_handler_whose_broker_is_gone(tmp_path: Path) -> None:
+    """T4: as it ends one whose broker is there, though only when it has waited for the broker."""
+    with BrokerProcess(tmp_path / "data").start() as broker:
+        program = await asyncio.create_subprocess_exec(
+            sys.executable, str(BILLING), broker.url(), stdout=PIPE, stderr=STDOUT,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "PENSTOCK_CLIENT_DEADLINE_S": "1"},
+        )  # fmt: skip
+        assert program.stdout is not None
+        async with asyncio.timeout(DEADLINE_S):
+            assert await program.stdout.readline() == b"waiting for orders\n"
+            await asyncio.to_thread(broker.kill)
+            program.send_signal(signal.SIGINT)
+            assert await program.stdout.read() == b"bye\n"
+            assert await program.wait() == 0
+
+
+@pytest.mark.parametrize("resumable", [True, False])
+async def test_a_session_waits_for_its_client_only_where_it_may(
+    daemon: Any, url: str, resumable: bool
+) -> None:
+    """T4: what a client held that will not resume goes to others as soon as its connection ends."""
+    link = TcpLink("127.0.0.1", daemon.ports["tcp"])
+    frames: asyncio.Queue[Frame] = asyncio.Queue()
+    wish = say.Subscribe(1, "billing", GroupSpec((TOPIC,)), "till", 10)
+    async with penstock.connect(url) as bus:
+        await bus.publish(TOPIC, b"1")
+        await link.open(frames.put_nowait, lambda _: None)
+        link.send(Frame(Kind.HELLO, 0, say.encode(say.Hello("till", resumable=resumable))))
+        link.send(Frame(Kind.SUBSCRIBE, 1, say.encode(wish)))
+        async with asyncio.timeout(DEADLINE_S):
+            while (await frames.get()).kind != Kind.DELIVER:
+                pass
+        link.close()  # without a Bye
+        async with bus.subscribe(TOPIC, group="billing") as sub:
+            assert (await sub.get(timeout_s=1.0 if resumable else SOON_S) is None) == resumable
+        assert (
+            "till" in {each.hello.client for each in daemon.broker.sessions.values()}
+        ) == resumable
+
+
+@pytest.mark.parametrize("transport", ["tcp", "zmq"])
+async def test_one_client_too_many_hears_so(tmp_path: Path, transport: str) -> None:
+    """T1, Q7: it costs nobody else anything, and comes in when another has left."""
+    with BrokerProcess(tmp_path / "data").start(server__max_connections=1) as broker:
+        url = broker.url(transport)
+        async with penstock.connect(broker.url()) as bus:
+            with pytest.raises(errors.BrokerUnreachable, match="1 clients are connected"):
+                await penstock.connect(url, client__deadline_s=1.0).open()
+            await bus.publish(TOPIC, b"1")
+        async with penstock.connect(url) as bus:
+            await bus.publish(TOPIC, b"2")

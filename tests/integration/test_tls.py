@@ -67,8 +67,14 @@ async def test_events_over_tls(tmp_path: Path, authority: Authority) -> None:
     """Q1, T1: `penstocks://` with the authority's file; without it the broker is not believed."""
     with secured(tmp_path, authority) as broker:
         await there_and_back(url_of(broker), client__tls_ca=authority.ca_file)
-        await refused(url_of(broker), "certificate verify failed")
-        await refused(broker.url(), "no broker", client__tls_ca=authority.ca_file)
+        await refused(url_of(broker), r"certificate verify failed.* client\.tls_ca")
+        await refused(broker.url(), "penstocks://", client__tls_ca=authority.ca_file)
+
+
+async def test_tls_where_the_broker_has_none(tmp_path: Path) -> None:
+    """Q1: the advice is about the URL, not about a broker that would have to be started."""
+    with BrokerProcess(tmp_path / "data") as broker:
+        await refused(url_of(broker), "begins with penstock://")
 
 
 async def test_a_broker_that_asks_for_certificates(tmp_path: Path, authority: Authority) -> None:

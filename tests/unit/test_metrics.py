@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import msgspec
 import prometheus_client
 import pytest
 import pytest_asyncio
@@ -65,8 +66,8 @@ class Scraped:
         self.engine: Any = bus.engine
         self.counters = Counters()
         self.fastpath = FastPath(FastPathSettings())
-        gauge = Gauge(self.engine, self.counters)
-        self.metrics = Metrics(self.engine, self.counters, gauge, self.fastpath)
+        self.gauge = Gauge(self.engine, self.counters)
+        self.metrics = Metrics(self.engine, self.counters, self.gauge, self.fastpath)
         self.app = Starlette(routes=metrics_routes(self.metrics.collect))
 
     async def text(self, accept: str = "") -> httpx.Response:
@@ -249,6 +250,18 @@ async def test_ten_thousand_real_topics_and_many_groups(scraped: Scraped) -> Non
     assert sum(lag.values()) == MAX_GROUPS + 20
     assert (await scraped.values("penstock_topics"))[()] == 10_000
     assert len((await scraped.text()).text) < 200_000
+
+
+async def test_ten_thousand_tenants_with_limits_make_few_series(scraped: Scraped) -> None:
+    """Row X10: of those that share a label the one nearest to its limit is shown."""
+    admission = scraped.engine.admission
+    admission.reload(AdmissionLimits(default=TenantLimits(max_ingress=4), max_global_ingress=None))
+    for number in range(10_000):
+        admission.admit(f"tenant-{number}", "orders", 1 + number % 4, 1, now_s=0.0)
+    used = await scraped.values("penstock_quota_usage_ratio")
+    assert len(used) == MAX_TENANTS + 1
+    assert used["tenant-0", "max_ingress"] == 0.25
+    assert used[OTHER, "max_ingress"] == 1.0
 
 
 async def test_the_rest_is_as_old_as_its_oldest(scraped: Scraped) -> None:
@@ -456,6 +469,25 @@ async def test_quotas_are_shares_of_limits(tmp_path: Path) -> None:
         assert later["events_per_s"] == pytest.approx(0.25)
         engine.admission.ingress_done("acme", 5, 100)
         engine.admission.ingress_done("free", 5, 100)
+
+
+async def test_what_pressure_says_is_exported(
+    scraped: Scraped, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows T15, Q10: alerts and autoscalers that read Prometheus see what `/pressure` shows."""
+    shown = msgspec.structs.replace(
+        scraped.gauge.read(), pressure=0.7, saturation={"ingress": 0.1, "loop": 0.2},
+        burn={"latency": {"5m": 1.0, "1h": 2.0}, "errors": {"5m": 3.0, "1h": 4.0}},
+        publish_p99_s=0.004, delivery_p99_s=0.012,
+    )  # fmt: skip
+    monkeypatch.setattr(scraped.gauge, "read", lambda known: shown)
+    assert await scraped.values("penstock_pressure_ratio") == {(): 0.7}
+    assert await scraped.values("penstock_saturation_ratio") == {("ingress",): 0.1, ("loop",): 0.2}
+    assert await scraped.values("penstock_slo_burn_ratio") == {
+        ("latency", "5m"): 1.0, ("latency", "1h"): 2.0, ("errors", "5m"): 3.0, ("errors", "1h"): 4.0,
+    }  # fmt: skip
+    found = await scraped.values("penstock_p99_seconds")
+    assert found == {("publish",): 0.004, ("delivery",): 0.012}
 
 
 async def test_failures_are_counted_by_cause(scraped: Scraped) -> None:

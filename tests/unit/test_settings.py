@@ -41,6 +41,17 @@ def test_the_defaults_have_no_conflicts() -> None:
     assert check() == []
 
 
+def test_a_broker_is_where_it_was_promised_to_be() -> None:
+    """Rows T1, T5, T13: addresses, lease and fast path of the seed, which its clients rely on."""
+    settings = Settings()
+    server, fastpath = settings.server, settings.fastpath
+    assert (server.zmq, server.pub) == ("127.0.0.1:5555", "127.0.0.1:5556")
+    assert (server.tcp, server.http) == ("127.0.0.1:5557", "127.0.0.1:5558")
+    assert settings.delivery.lease_s == 30
+    assert fastpath.cutover_bytes == 262_144
+    assert (fastpath.enabled, fastpath.require, fastpath.fall_back) == (True, False, True)
+
+
 def test_admission_is_off_by_default() -> None:
     """T11: the limits are the broker's; a bus in your own process starts without."""
     admission = msgspec.structs.asdict(Admission())

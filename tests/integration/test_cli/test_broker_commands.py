@@ -203,6 +203,25 @@ async def test_sessions_and_tenants(cli: Any, guarded: BrokerProcess) -> None:
     assert desk.ok("session", "list", "--offset", "1000").rows == []
 
 
+def test_who_names_the_folder_of_a_broker_is_sent_to_the_broker(
+    cli: Any, broker: BrokerProcess, tmp_path: Path
+) -> None:
+    """The mistake of everybody who has just started their first one."""
+    folder = tmp_path / "served"
+    result = cli("--url", str(folder), "publish", TOPIC, "x")
+    assert (result.code, "storage.locked" in result.stderr) == (6, True)
+    assert "ports.json" in result.stderr
+    assert broker.url() in (folder / "ports.json").read_text()
+
+
+def test_limits_and_refusals_that_are_none_are_dashes(cli: Any, broker: BrokerProcess) -> None:
+    """T11: a tenant without a rate has no burst either."""
+    at = {"PENSTOCK_URL": broker.url()}
+    assert cli("publish", TOPIC, "x", env=at).code == 0
+    _, line = cli("tenant", "list", env=at).text.splitlines()
+    assert line.split()[-2:] == ["-", "-"]
+
+
 def other() -> str:
     return Doorkeeper(Auth(jwt_secret=SECRET)).issue("other", "eve", ["operator"], 600)
 

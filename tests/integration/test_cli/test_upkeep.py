@@ -24,7 +24,9 @@ def test_config_check_lists_everything(cli):
     path.write_text('[durability]\nfsync = "never"\n')
     assert cli("--config", "penstock.toml", "config", "check").code == 0
     assert cli("config", "check", env={"PENSTOCK_DURABILITY_FSYNC": "x"}).code == 2
-    assert cli("config", "check", "missing.toml").code == 2
+    missing = cli("config", "check", "missing.toml")
+    assert missing.code == 2
+    assert missing.text.startswith("error: file missing.toml: cannot read")
 
 
 def test_config_show_says_where_each_value_comes_from(cli):
