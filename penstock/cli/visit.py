@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, TypeVar
 
+from penstock.cli import output
 from penstock.cli.invocation import folder_of, is_broker, read_only
 from penstock.model.errors import NotADataFolder, Unsupported
 
@@ -13,8 +14,12 @@ if TYPE_CHECKING:
 
     import penstock
     from penstock.cli.invocation import Invocation
+    from penstock.model.settings import Settings
 
 T = TypeVar("T")
+
+NOTICE_S = 1.0
+"""A broker that answers takes milliseconds."""
 
 ABOUT_FILE = "penstock.json"
 """What makes a folder a data folder (penstock.log.recovery)."""
@@ -40,8 +45,21 @@ async def _with_bus(
 ) -> T:
     import penstock
 
-    async with penstock.connect(url, settings=invocation.settings()) as bus:
-        return await work(bus)
+    settings = invocation.settings()
+    notice = asyncio.get_running_loop().call_later(NOTICE_S, _tell_of_silence, url, settings)
+    try:
+        async with penstock.connect(url, settings=settings) as bus:
+            notice.cancel()
+            return await work(bus)
+    finally:
+        notice.cancel()
+
+
+def _tell_of_silence(url: str, settings: Settings) -> None:
+    """A folder is opened by ourselves, however long it takes."""
+    if is_broker(url):
+        deadline_s = settings.client.deadline_s
+        output.note(f"no broker has answered at {url} yet; trying for {deadline_s:g} s")
 
 
 def _require_folder(url: str) -> None:

@@ -43,8 +43,8 @@ STEADY_S = 1.0  # a connection that lasted this long was a good one
 # These carry a sequence number: a broker that was restarted knows from its journal whether it had them.
 RECOGNISED = (Kind.PUBLISH, Kind.TRANSACT)
 SILENT = (
-    ", and nothing refused the connection: a firewall, or a port that is not the broker's, such as "
-    "that of HTTP for penstock://"
+    "nothing refused the connection: a firewall, or a port that is not the broker's, such as that of "
+    "HTTP for penstock://. Start one with `penstock up`, or check the URL"
 )
 # Trying again does not help against these.
 FINAL = (AccessDenied, WrongProtocolVersion, ProtocolViolation, Fenced)
@@ -211,10 +211,9 @@ class Channel:
         except TimeoutError:
             await self.close()
             # A connection that is refused is known as trouble: without any, somebody is silent.
-            why = SILENT if self._trouble is None else f" (last: {self._trouble.message})"
+            why = SILENT if self._trouble is None else self._trouble.message
             raise BrokerUnreachable(
-                f"no broker answered within {self._settings.deadline_s:g} s{why}. Start one with "
-                "`penstock up`, or check the URL",
+                f"no broker answered within {self._settings.deadline_s:g} s: {why}"
             ) from self._trouble
         except BaseException:
             await self.close()

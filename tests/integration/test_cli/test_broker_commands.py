@@ -232,3 +232,13 @@ def test_a_folder_has_neither(cli: Any) -> None:
         result = cli(noun, "list", "--json")
         assert (result.code, result.row["error"]["code"]) == (4, "refused.unsupported")
         assert "only a broker" in result.row["error"]["message"]
+
+
+def test_a_command_says_that_nobody_answers_before_it_gives_up(cli: Any) -> None:
+    """T16: ten silent seconds look like a command that hangs."""
+    env = {"PENSTOCK_URL": "penstock://127.0.0.1:1", "PENSTOCK_CLIENT_DEADLINE_S": "1.5"}
+    result = cli("topic", "list", env=env)
+    assert result.code != 0
+    told, error = result.stderr.strip().splitlines()
+    assert told == "no broker has answered at penstock://127.0.0.1:1 yet; trying for 1.5 s"
+    assert error.count("`penstock up`") == 1, "the advice is given once"
