@@ -14,6 +14,7 @@ import penstock
 from penstock import errors
 from penstock.core.delivery import MAX_LEASE_EVENTS
 from penstock.engines.embedded import EmbeddedEngine
+from penstock.engines.handle import Stretch
 
 TOPIC = "orders"
 COLD = 2 * MAX_LEASE_EVENTS
@@ -102,6 +103,28 @@ async def test_what_is_read_waits_until_the_last_was_taken(
         )
         await event.ack()
         assert await taken(sub, end - 1) == list(range(1, end))
+
+
+async def test_what_was_taken_back_is_not_read(
+    bus: penstock.Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """T4, found by review: all of a lease was read for nobody, before what came again."""
+    monkeypatch.setattr("penstock.log.eventlog.READ_BYTES", 1)
+    for _ in range(20):
+        await bus.publish("large", bytes(1 << 19))  # more than is kept at hand
+    reader = Reader(engine(bus))
+    async with bus.subscribe("large", group="g", max_inflight=20) as sub:
+        event = await sub.get(timeout_s=DEADLINE_S)
+        assert event is not None
+        dispatcher = engine(bus).dispatcher
+        [inbox] = dispatcher._inboxes.values()
+        [lease] = inbox.member.leases.values()
+        kept = Stretch(inbox.group, lease, 0, 1, lambda: 0.0, lambda group: None)
+        begun = reader.begun
+        dispatcher.take_back(inbox, [kept])
+        again = [await sub.get(timeout_s=DEADLINE_S) for _ in range(19)]
+        assert [each.offset - event.offset for each in again if each] == list(range(1, 20))
+        assert reader.begun - begun <= 20
 
 
 async def test_members_do_not_wait_for_each_other(bus: penstock.Bus) -> None:
