@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -226,3 +227,32 @@ async def test_a_bus_may_be_closed_while_events_are_read(bus: penstock.Bus) -> N
     async with asyncio.timeout(DEADLINE_S):
         await bus.close()
     assert not engine(bus).dispatcher._cold._tasks
+
+
+async def test_keys_are_read_once_however_often_a_group_is_looked_at(bus: penstock.Bus) -> None:
+    """Q7, found by review: each ack and each publish meanwhile began to read them anew."""
+    reader, gate = Reader(engine(bus)), asyncio.Event()
+    reader.wait = lambda number: gate.wait()
+    async with bus.subscribe(TOPIC, group="g", max_inflight=5_000, order="key") as sub:
+        for _ in range(10):
+            await bus.publish(TOPIC, b"more")
+        assert reader.begun == 1
+        gate.set()
+        assert await taken(sub, COLD + WARM + 10) == list(range(COLD + WARM + 10))
+
+
+async def test_a_topic_may_be_deleted_while_its_keys_are_read(
+    bus: penstock.Bus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("penstock.log.eventlog.READ_BYTES", 1)
+    for _ in range(6):
+        await bus.publish("large", bytes(1 << 19), key="k")  # more than is kept at hand
+    reader, gate = Reader(engine(bus)), asyncio.Event()
+    reader.wait = lambda number: gate.wait()
+    async with bus.subscribe("large", group="g", order="key") as sub:
+        assert await sub.get(timeout_s=0.1) is None
+        await bus.topics.delete("large")
+        gate.set()
+        assert await sub.get(timeout_s=0.1) is None
+    gc.collect()
+    assert "never retrieved" not in caplog.text
