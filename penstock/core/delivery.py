@@ -119,11 +119,10 @@ class QueueGroup:
         member = self.members.pop(member_id)
         self._turn.remove(member)
         for lease in list(member.leases.values()):
-            handed = len(lease.deadlines)
             for index in range(lease.count):
                 if lease.states[index] != OUT:
                     continue
-                if index < handed:
+                if lease.handed(index):
                     self._fail(lease, index, RETURNED, now, 0.0, "the consumer left")
                 else:
                     self._close(lease, index, RETURNED)

@@ -181,7 +181,11 @@ class Lease:
     def next_deadline(self) -> float | None:
         """When the next event of this lease runs out, if any is being worked on."""
         states = self.states
-        pending = [d for index, d in enumerate(self.deadlines) if states[index] == OUT]
+        pending = [
+            deadline
+            for index, deadline in enumerate(self.deadlines)
+            if states[index] == OUT and deadline < math.inf
+        ]
         return min(pending) if pending else None
 
     def acked_runs(self) -> list[int]:

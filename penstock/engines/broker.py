@@ -305,7 +305,8 @@ class BrokerEngine:
         for feed in self._feeds.values():
             if isinstance(feed, RemoteQueue):
                 known.update(feed.held)
-        return sorted(known)
+        self._lost((numbers := sorted(known))[say.MAX_NAMED :])  # not named, they come again
+        return numbers[: say.MAX_NAMED]
 
     def _lost(self, numbers: list[int]) -> None:
         for feed in self._feeds.values():

@@ -72,7 +72,7 @@ class ColdLines:
 
     async def _deliver(self, group: QueueGroup, inbox: Inbox, unread: Unread) -> None:
         lease = unread.lease
-        offset, stop = lease.start, lease.start + lease.count
+        offset = lease.start
         while True:
             assert unread.reading is not None  # it is the first
             try:
@@ -86,8 +86,10 @@ class ColdLines:
                 self._put(group, inbox, lease, batches)
                 offset = batches[-1].end_offset
                 del batches  # they may be large, and the next ones are read meanwhile
-            if offset >= stop or not lease.open:
-                return
+            following = lease.states.find(OUT, offset - lease.start)
+            if following < 0:
+                return  # all was put, or what is left was taken back meanwhile
+            offset = lease.start + following
             unread.reading = self._spawn(self._read(lease, offset))
 
     def _skip(self, group: QueueGroup, lease: Lease, offset: int, error: OffsetExpired) -> int:

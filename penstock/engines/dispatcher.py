@@ -9,7 +9,7 @@ from itertools import chain
 from penstock.core import intervention
 from penstock.core.delivery import MAX_LEASE_EVENTS, QueueGroup
 from penstock.core.entry import Entry, GroupSpec
-from penstock.core.lease import OUT, STATES, Lane, Lease
+from penstock.core.lease import OUT, STATES, Lane, Lease, Run
 from penstock.core.quota import AdmissionLimits
 from penstock.core.takeup import adopt, release, take_back
 from penstock.core.window import Windows
@@ -49,6 +49,8 @@ class Dispatcher:
         self._new_leases: list[Lease] = []
         self._news: dict[str, QueueGroup] = {}
         self._soon: set[str] = set()
+        self._loading: dict[str, Run] = {}
+        """What is being read for each machine that wants to look at it."""
         self._alarms: dict[str, tuple[float, asyncio.TimerHandle]] = {}
         """When each machine is to be looked at again; handles of uvloop do not say it themselves."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -185,8 +187,10 @@ class Dispatcher:
         elif group.has_news():
             self._news[group.name] = group
             self._mention()
-        if group.starved is not None:
-            self._spawn(self._load_for(group))
+        run = group.starved
+        if run is not None and self._loading.get(group.name) is not run:
+            self._loading[group.name] = run
+            self._spawn(self._load_for(group, run))
         due = group.next_due()
         if due is not None:
             self._arm(group, due)
@@ -298,11 +302,15 @@ class Dispatcher:
             )
         ]
 
-    async def _load_for(self, group: QueueGroup) -> None:
+    async def _load_for(self, group: QueueGroup, run: Run) -> None:
+        try:
+            await self._load(group, run)
+        finally:
+            if self._loading.get(group.name) is run:
+                del self._loading[group.name]
+
+    async def _load(self, group: QueueGroup, run: Run) -> None:
         """Read what a machine wants to look at, then let it go on."""
-        run = group.starved
-        if run is None:
-            return
         keys: list[bytes | None] = []
         priorities: list[int] = []
         offset, stop = run.start, run.start + run.count
@@ -319,6 +327,8 @@ class Dispatcher:
             except PenstockError as error:
                 self._stop_all(group, error)
                 return
+            if not batches:
+                return  # the topic was deleted meanwhile
             for batch in batches:
                 keys += batch.keys()
                 priorities += (

@@ -221,10 +221,14 @@ class QueueOutlet:
         """The consumer was given events: their leases run from now."""
         lease, shift = leased.lease, leased.shift
         deadline = leased.now() + leased.group.spec.lease_s
-        first = max(shift, len(lease.deadlines))
-        if first < shift + count:
+        first, stop = max(shift, len(lease.deadlines)), shift + count
+        if first < stop:
             lease.hand(first, deadline)
-            lease.deadlines += [deadline] * (shift + count - first - 1)
+            lease.deadlines += [deadline] * (stop - first - 1)
+        elif shift < stop and not lease.handed(stop - 1):  # later events of the lease came before
+            for index in range(shift, stop):
+                if not lease.handed(index):
+                    lease.deadlines[index] = deadline
 
     def _try(self, number: int, leased: Stretch, index: int, call: Any, *args: Any) -> bool:
         if not 0 <= index < leased.count:

@@ -22,6 +22,7 @@ from penstock.model.batch_head import BatchHead
 from penstock.model.errors import (
     InvalidInput,
     LeaseExpired,
+    OffsetExpired,
     PenstockError,
     ProtocolViolation,
     Rejected,
@@ -286,7 +287,10 @@ class Storing:
         topic = SCHEDULED if scheduled else meta.topic
         receipts = []
         for partition, offset, count in places:
-            token = (await self._engine.event_at(topic, partition, offset)).token.bytes
+            try:
+                token = (await self._engine.event_at(topic, partition, offset)).token.bytes
+            except OffsetExpired:  # stored, and gone since: by retention, or with its topic
+                token = bytes(16)
             where = (0, -1) if scheduled else (partition, offset)
             receipts.append(
                 Receipt(meta.topic, *where, count, token, duplicate=True, scheduled=scheduled)

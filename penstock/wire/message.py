@@ -16,6 +16,8 @@ from penstock.model.event import Receipt
 
 TRANSACTION_KEYS = "transaction-keys"
 """Among the capabilities of a Welcome: this broker heeds the key of a Transact."""
+MAX_NAMED = 65_536
+"""Deliveries that a Hello of ours names, half of what fits: what is beyond comes again."""
 MAX_HELD = 8_192
 """Deliveries that one Subscribe names in `held`: what is beyond comes again."""
 MAX_REASON_CHARACTERS = 4_096

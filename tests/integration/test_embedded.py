@@ -203,6 +203,20 @@ async def test_a_topic_deleted_while_its_events_are_out_does_not_spoil_the_journ
         assert [e.payload for e in await drain(bus, "orders", "g")] == [b"new"]
 
 
+async def test_a_topic_that_is_deleted_makes_room_for_others_at_once(tmp_path, small) -> None:
+    """Y3, found by review: what waited for the room came when the lease ran out, or with news."""
+    async with opened(tmp_path, small) as bus:
+        await bus.publish("orders", b"first")
+        async with bus.subscribe("*", group="g", max_inflight=1) as sub:
+            assert await sub.get(timeout_s=5) is not None
+            await bus.publish("others", b"next")
+            assert await sub.get(timeout_s=0.1) is None
+            await bus.topics.delete("orders")
+            following = await sub.get(timeout_s=5)
+            assert following is not None
+            assert following.payload == b"next"
+
+
 async def test_a_group_deleted_while_its_events_are_out_does_not_spoil_the_journal(
     tmp_path, small
 ) -> None:

@@ -161,6 +161,18 @@ async def test_the_same_sequence_is_the_same_publish(client: Foreigner) -> None:
     assert again["receipts"][0]["duplicate"]
 
 
+async def test_the_same_publish_has_its_places_when_its_events_are_gone(client: Foreigner) -> None:
+    """T4, found by review: it was refused as if an offset had been asked for, and what came with it."""
+    first = await client.call(Kind.PUBLISH, publish(1, [b"x"]))
+    gone = {"request": "DeleteTopic", "fields": {"topic": "orders.created"}}
+    await client.call(Kind.ASK, gone)
+    again = await client.call(Kind.PUBLISH, publish(1, [b"x"]))
+    [receipt] = again["receipts"]
+    assert receipt["offset"] == first["receipts"][0]["offset"] == 0
+    assert receipt["duplicate"]
+    assert (await client.call(Kind.PUBLISH, publish(2, [b"y"])))["receipts"][0]["offset"] == 1
+
+
 async def test_logs_and_reads(client: Foreigner) -> None:
     await client.call(Kind.PUBLISH, publish(1, [b"one", b"two"]))
     wanted = {

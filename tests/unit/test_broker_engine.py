@@ -13,10 +13,11 @@ from penstock.core.entry import GroupSpec
 from penstock.engines.broker import MAX_TRANSACTIONS, BrokerEngine
 from penstock.engines.channel import Channel
 from penstock.engines.engine import Draft, Subscribe, Transaction
-from penstock.engines.remote_delivery import SWEEP_LEAST, RemoteQueue
+from penstock.engines.remote_delivery import SWEEP_LEAST, RemoteDelivery, RemoteQueue
 from penstock.model.batch import EventBatch
 from penstock.model.loader import load
 from penstock.wire import message as say
+from penstock.wire.bound import MAX_VALUES, check_message
 from penstock.wire.frame import Frame, Kind
 
 
@@ -181,6 +182,22 @@ async def test_deliveries_that_are_settled_are_not_asked_for_again() -> None:
     await turn()
     client.wire.lost = [say.Settlement(8, 1, [0, 1])]
     assert client.engine._held() == [8]
+
+
+async def test_a_client_that_holds_more_than_a_hello_names_is_let_in_again() -> None:
+    """T4, found by review: it was refused for good, for the broker reads no message that long."""
+    client, one = Client(), EventBatch.build("a.b", [b"x"])
+    await turn()
+    client.queue.held.clear()
+    numbers = range(1 << 33, (1 << 33) + MAX_VALUES)
+    for number in numbers:
+        client.queue.held[number] = RemoteDelivery(client.queue, say.Deliver(1, number, 1), one)
+    lost = client.queue.held[numbers[-1]]
+    hello = say.Hello("c", deliveries=client.engine._held(), pending=[*range(1, 4_097)])
+    check_message(Frame(Kind.HELLO, 0, say.encode(hello)))
+    assert [*client.queue.held] == hello.deliveries == [*numbers[: say.MAX_NAMED]]
+    with pytest.raises(errors.LeaseExpired):
+        lost.ack(0)
 
 
 async def test_a_flush_does_not_vouch_for_what_the_broker_refused() -> None:

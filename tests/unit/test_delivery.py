@@ -202,6 +202,17 @@ def test_reject_is_dead_without_further_attempts() -> None:
     assert handed(machine, 1e6) == []
 
 
+def test_what_was_handed_over_out_of_order_counts_and_nothing_before_it() -> None:
+    machine = group(3, credit=3)
+    (lease,) = machine.dispatch(0.0)
+    lease.hand(2, 30.0)
+    machine.ack(lease, 2, 0.0)
+    assert lease.next_deadline() is None
+    machine.leave("worker", 1.0)
+    retried = [each for each in machine.drain() if isinstance(each, Retried)]
+    assert [(each.start, each.made) for each in retried] == [(0, 0), (1, 0)]
+
+
 def test_who_leaves_returns_what_it_held_and_only_what_it_saw_counts() -> None:
     machine = group(3, credit=3)
     (lease,) = machine.dispatch(0.0)

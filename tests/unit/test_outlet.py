@@ -10,7 +10,7 @@ import pytest
 
 from penstock.core.delivery import QueueGroup
 from penstock.core.entry import GroupSpec
-from penstock.core.lease import ACKED, EXPIRED, Member
+from penstock.core.lease import ACKED, EXPIRED, STATES, Member
 from penstock.engines.engine import Subscribe
 from penstock.engines.handle import Inbox, LeasedBatch, Stretch
 from penstock.model.batch import EventBatch
@@ -273,6 +273,37 @@ async def test_what_was_sent_is_not_kept(inbox: Inbox) -> None:
     assert (held.open, client.counted) == (1, [(2, 2)])
     outlet.settle(Settlement(number, 2, [1, 1]))
     assert outlet.held == {}
+    await outlet.close()
+
+
+async def test_what_is_handed_out_after_later_events_of_its_lease_runs_out_too(
+    inbox: Inbox,
+) -> None:
+    """T5, found by review: a client may be at work on several deliveries at a time."""
+    group = QueueGroup("g", GroupSpec(("t",), lease_s=10.0))
+    group.lane("t", 0, cursor=0, end=6)
+    member, now = group.join("m", 10), 0.0
+    (lease,) = group.dispatch(now)
+    wanted = Subscribe("g", group.spec, "m", 10, Identity())
+    outlet = QueueOutlet(cast(Any, Tally()), FEED, wanted, inbox)
+    for base in (0, 3):
+        batch = EventBatch.build("t", [b"x"] * 3)
+        batch.base_offset = base
+        inbox.put(LeasedBatch(group, lease, batch, lambda: now, lambda group: None))
+    early, late = outlet.held
+    outlet.settle(Settlement(early, 1))
+    outlet.settle(Settlement(late, 3, [0, 3]))
+    now = 11.0
+    assert group.dispatch(now) == []
+    assert [STATES[state] for state in lease.states[:3]] == ["expired", "dispatched", "dispatched"]
+    now = 100.0
+    outlet.settle(Settlement(early, 2, extends=[(1, 50.0)]))
+    outlet.settle(Settlement(early, 3))
+    assert lease.deadlines[1:3] == [150.0, 110.0]
+    group.dispatch(now := 111.0)
+    assert [STATES[state] for state in lease.states[:3]] == ["expired", "dispatched", "expired"]
+    group.leave(member.id, now)
+    assert lease.open == 0
     await outlet.close()
 
 
