@@ -126,11 +126,12 @@ class RemotePublisher:
     def _next_frame(self) -> list[Waiting]:
         queue, size, inside = self._waiting, 0, 0
         frame: list[Waiting] = []
-        room = self._channel.frame_bytes // 2  # the rest is for names and lengths
+        room = self._channel.frame_bytes // 2  # what a draft takes is an estimate
         last_s = queue[0].until_s + self._spread_s
         while queue and len(frame) < FRAME_DRAFTS and size < FRAME_BYTES:
-            own = _size(queue[0].draft)
-            message = 0 if _beside(queue[0].draft, own) else own + _frills(queue[0].draft)
+            held = _size(queue[0].draft)
+            own = held + _frills(queue[0].draft)
+            message = 0 if _beside(queue[0].draft, held) else own
             full = size + own > room or inside + message > MESSAGE_BYTES
             if frame and (full or queue[0].until_s > last_s):
                 break

@@ -221,6 +221,27 @@ async def test_no_message_is_longer_than_a_broker_reads_uncounted() -> None:
     assert [meta.payloads for meta in found] == [list(one.payloads) for one in drafts]
 
 
+@pytest.mark.parametrize("column", ["none", "keys", "headers", "tokens", "many"])
+@pytest.mark.parametrize("size", [0, 1, 20, 60, 300])
+async def test_no_frame_is_larger_than_the_least_that_a_broker_takes(
+    size: int, column: str
+) -> None:
+    """T1: names and lengths count, too: of small events they take most of a frame."""
+    link = Outlet()
+    channel, publisher = publisher_over(link)
+    channel.frame_bytes = 64 << 10
+    link.answer = lambda frame: stored(channel, frame)
+    columns: dict[str, Any] = {"keys": b"key", "headers": {"name": "x"}, "tokens": bytes(16)}
+    drafts = []
+    for _ in range(1_100):
+        one = draft(*[bytes(size)] * (MERGE_EVENTS if column == "many" else 1))
+        if column in columns:
+            setattr(one, column, [columns[column]])
+        drafts.append(one)
+    await asyncio.gather(*(publisher.publish(one) for one in drafts))
+    assert max(frame.size_bytes + 4 * len(frame.parts) for frame in link.sent) < 64 << 10
+
+
 def test_drafts_that_must_share_a_frame_go_beside_a_message_that_is_full() -> None:
     """T1: those of a transaction; tiny ones stay in it."""
     parts: list[Any] = []
