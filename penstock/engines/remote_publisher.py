@@ -186,10 +186,15 @@ class RemotePublisher:
 def bundled(drafts: Sequence[Draft], parts: list[Bytes]) -> list[DraftMeta]:
     """The messages for drafts that have to share a frame."""
     metas, inside = [], 0
+    kept = sum(_beside(draft, _size(draft)) for draft in drafts)  # parts that are spoken for
     for draft in drafts:
-        size = _size(draft) + _frills(draft)
-        full = inside + size > MESSAGE_BYTES and size >= LEAST_PART_BYTES and len(parts) < MAX_PARTS
-        metas.append(described(draft, parts, beside=full))
+        held = _size(draft)
+        size = held + _frills(draft)
+        if _beside(draft, held):
+            kept -= 1
+        full = inside + size > MESSAGE_BYTES and size >= LEAST_PART_BYTES
+        beside = full and len(parts) + kept < MAX_PARTS
+        metas.append(described(draft, parts, beside=beside))
         inside += size if metas[-1].part < 0 else 0
     return metas
 

@@ -13,7 +13,7 @@ from penstock.engines.link import check_size
 from penstock.model.loader import load
 from penstock.wire import message as say
 from penstock.wire.bound import MAX_MESSAGE_BYTES, check_message
-from penstock.wire.frame import Frame, Kind
+from penstock.wire.frame import MAX_PARTS, Frame, Kind
 
 BEFORE = say.Welcome("s", "b1")
 
@@ -142,6 +142,9 @@ def test_a_message_is_bounded_as_well_as_a_frame() -> None:
     assert raised.value.data["limit_bytes"] == MAX_MESSAGE_BYTES
     with pytest.raises(errors.PayloadTooLarge):
         check_size(Frame(Kind.PUBLISH, 1, b""), 11, 10)
+    check_size(Frame(Kind.PUBLISH, 1, b"", [b""] * MAX_PARTS), 0, 10)
+    with pytest.raises(errors.PayloadTooLarge, match="batches"):
+        check_size(Frame(Kind.PUBLISH, 1, b"", [b""] * (MAX_PARTS + 1)), 0, 10)
 
 
 async def test_an_overdue_call_names_the_deadline_of_the_settings() -> None:
