@@ -331,7 +331,8 @@ class BrokerEngine:
                 continue  # it would take the place of who came after it under its name
             self._asked.add(feed.number)
             held = list(feed.held.values()) if isinstance(feed, RemoteQueue) else []
-            call = self.channel.begin(Kind.SUBSCRIBE, wish(feed, held), again=True)
+            message = wish(feed, held, self.channel.frame_bytes)
+            call = self.channel.begin(Kind.SUBSCRIBE, message, again=True)
             task = asyncio.create_task(self._joined(feed, call, held))
             self._joining.add(task)
             task.add_done_callback(self._joining.discard)

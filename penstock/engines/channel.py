@@ -182,7 +182,7 @@ class Channel:
 
     def settle(self, settlements: list[say.Settlement]) -> None:
         """Report settlements; kept until the broker has confirmed them."""
-        for portion in portions(settlements):
+        for portion in portions(settlements, self.frame_bytes):
             number = self._settle_number = self._settle_number + 1
             frame = Frame(Kind.SETTLE, 0, encode(say.Settle(number, portion)))
             self._settles.append((number, frame, portion))

@@ -19,6 +19,7 @@ from penstock.engines.engine import Draft
 from penstock.engines.errands import Errands
 from penstock.engines.operator_rules import (
     check_consumer,
+    check_content,
     check_count,
     check_id,
     confirmed,
@@ -304,6 +305,7 @@ class Graveyard:
         reason = signed(actor, reason)
         check_topic(topic)
         check_id(id)
+        check_content(payload or b"", {}, self._engine.settings.limits)
         if consumer not in self._engine.state.groups:
             check_consumer(consumer)
         event = await self._event_of(id, topic, payload)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from penstock.model.errors import PayloadTooLarge, ProtocolViolation
 from penstock.wire.bound import check_message
-from penstock.wire.frame import Frame
+from penstock.wire.frame import MAX_PARTS, Frame
 
 # As the default of server.max_frame_bytes: what holds until the broker says otherwise.
 MAX_FRAME_BYTES = 320 << 20
@@ -54,6 +54,13 @@ def check_size(frame: Frame, size_bytes: int, limit_bytes: int) -> None:
             f"{limit_bytes}; nothing was sent. Publish less at once",
             size_bytes=size_bytes,
             limit_bytes=limit_bytes,
+        )
+    if len(frame.parts) > MAX_PARTS:
+        raise PayloadTooLarge(
+            f"a frame of {len(frame.parts)} batches is over the {MAX_PARTS} that a broker reads; nothing "
+            "was sent. Publish less at once",
+            parts=len(frame.parts),
+            limit_parts=MAX_PARTS,
         )
     try:
         check_message(frame)

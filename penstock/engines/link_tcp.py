@@ -119,7 +119,10 @@ class TcpLink(asyncio.BufferedProtocol):
     def _advice(self, error: OSError) -> str:
         """What to do about a connection that did not come about."""
         if isinstance(error, ssl.SSLCertVerificationError):
-            return "Name the authority that signed the broker's certificate with client.tls_ca"
+            return (
+                "Give the broker a certificate that is valid for this address, or name its authority "
+                "with client.tls_ca"
+            )
         if isinstance(error, ssl.SSLError):
             return "Where the broker has no TLS the URL begins with penstock://"
         start = "Start it with `penstock up`, or look at the address: it is that of server.tcp"

@@ -7,9 +7,15 @@ stop it, so every text has a bound.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from penstock.model.errors import ConfirmationNeeded, InvalidInput
+from penstock.model.errors import (
+    ConfirmationNeeded,
+    InvalidHeaders,
+    InvalidInput,
+    PayloadTooLarge,
+)
+from penstock.model.settings import Limits
 
 MAX_IDS = 1_000  # in one request: each is a commit of its own, so this takes a second or two
 MAX_NAME_CHARACTERS = 128  # of a client, group or member: they stand in every lease of the journal
@@ -101,6 +107,24 @@ def check_schedule_id(id: str) -> None:
             f"the id of a schedule has 1 to {MAX_ID_CHARACTERS} characters, not {len(id)}; nothing "
             "was stored. Choose a shorter one",
             field="id",
+        )
+
+
+def check_content(payload: bytes, headers: Mapping[str, str], limits: Limits) -> None:
+    """Raise what a publish of this would raise: nobody checks it when it is published later on."""
+    if len(payload) > limits.max_payload_bytes:
+        raise PayloadTooLarge(
+            f"a payload of {len(payload)} bytes is over the limit of {limits.max_payload_bytes}; "
+            "nothing was stored. Store it elsewhere and name a reference, or raise "
+            "limits.max_payload_bytes",
+            size_bytes=len(payload),
+            limit_bytes=limits.max_payload_bytes,
+        )
+    size = sum(len(name.encode()) + len(text.encode()) for name, text in headers.items())
+    if len(headers) > limits.max_headers or size > limits.max_headers_bytes:
+        raise InvalidHeaders(
+            f"{len(headers)} headers of {size} bytes are over the limit of {limits.max_headers} and "
+            f"{limits.max_headers_bytes} bytes; nothing was stored. Put the rest into the payload"
         )
 
 

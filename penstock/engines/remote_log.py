@@ -12,6 +12,8 @@ from penstock.wire.frame import Kind
 from penstock.wire.message import MAX_LOG_HELD, Commit, Feed, Fetched, LogHeld, decode
 
 LOG_HELD_BYTES = 1_024  # more than one takes in a message, whatever its topic is called
+# Places in one commit, well below MAX_SMALL_BYTES, and more bytes than one of them takes.
+MOST_MARKS, MARK_BYTES = 2_048, 512
 
 
 class RemoteLog:
@@ -79,9 +81,11 @@ class RemoteLog:
             self._has.pop((topic, partition), None)
 
     async def commit(self) -> None:
-        """Make what was marked the group's place, durably."""
-        commit = self.pending()
-        if commit.marks:
+        """Make what was marked the group's place, durably: each partition by itself."""
+        pending, most = self.pending(), min(MOST_MARKS, self._channel.frame_bytes // MARK_BYTES)
+        for at in range(0, len(pending.marks), most):
+            span = slice(at, at + most)
+            commit = Commit(self.number, pending.marks[span], pending.epochs[span])
             try:
                 await self._channel.call(Kind.COMMIT, commit, again=True)
             except Fenced:

@@ -126,11 +126,12 @@ class RemotePublisher:
     def _next_frame(self) -> list[Waiting]:
         queue, size, inside = self._waiting, 0, 0
         frame: list[Waiting] = []
-        room = self._channel.frame_bytes // 2  # the rest is for names and lengths
+        room = self._channel.frame_bytes // 2  # what a draft takes is an estimate
         last_s = queue[0].until_s + self._spread_s
         while queue and len(frame) < FRAME_DRAFTS and size < FRAME_BYTES:
-            own = _size(queue[0].draft)
-            message = 0 if _beside(queue[0].draft, own) else own + _frills(queue[0].draft)
+            held = _size(queue[0].draft)
+            own = held + _frills(queue[0].draft)
+            message = 0 if _beside(queue[0].draft, held) else own
             full = size + own > room or inside + message > MESSAGE_BYTES
             if frame and (full or queue[0].until_s > last_s):
                 break
@@ -185,10 +186,15 @@ class RemotePublisher:
 def bundled(drafts: Sequence[Draft], parts: list[Bytes]) -> list[DraftMeta]:
     """The messages for drafts that have to share a frame."""
     metas, inside = [], 0
+    kept = sum(_beside(draft, _size(draft)) for draft in drafts)  # parts that are spoken for
     for draft in drafts:
-        size = _size(draft) + _frills(draft)
-        full = inside + size > MESSAGE_BYTES and size >= LEAST_PART_BYTES and len(parts) < MAX_PARTS
-        metas.append(described(draft, parts, beside=full))
+        held = _size(draft)
+        size = held + _frills(draft)
+        if _beside(draft, held):
+            kept -= 1
+        full = inside + size > MESSAGE_BYTES and size >= LEAST_PART_BYTES
+        beside = full and len(parts) + kept < MAX_PARTS
+        metas.append(described(draft, parts, beside=beside))
         inside += size if metas[-1].part < 0 else 0
     return metas
 

@@ -21,14 +21,15 @@ def server_tls(server: Server) -> ssl.SSLContext | None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
-        context.load_cert_chain(server.tls_certificate, server.tls_key or None)
+        # Without a password OpenSSL would ask the terminal for one, and wait.
+        context.load_cert_chain(server.tls_certificate, server.tls_key or None, password="")
         if server.tls_client_ca:
             context.load_verify_locations(server.tls_client_ca)
             context.verify_mode = ssl.CERT_REQUIRED
     except (OSError, ssl.SSLError) as error:
         raise InvalidSettings(
             f"TLS cannot start: {error}; look at server.tls_certificate, server.tls_key and "
-            "server.tls_client_ca",
+            "server.tls_client_ca: PEM files that belong together, the key without a password",
             key="server.tls_certificate",
         ) from error
     return context

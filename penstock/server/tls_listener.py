@@ -93,10 +93,22 @@ class TlsListener:
         task.add_done_callback(self._shaking.discard)
 
     async def _shake(self, connection: net.socket, handshake_s: float) -> None:
+        peer = _peer(connection)
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
                 self._make, connection, ssl=self._context, ssl_handshake_timeout=handshake_s
             )
         except OSError as error:  # those of TLS and of time are some, too
             connection.close()
-            log.debug("no handshake", extra={"reason": str(error)})
+            if isinstance(error, ssl.SSLError):  # it spoke, and is not let in
+                self._refusals.warning("client refused", peer=peer, reason=str(error))
+            else:
+                log.debug("no handshake", extra={"reason": str(error)})
+
+
+def _peer(connection: net.socket) -> str:
+    try:
+        host, port = connection.getpeername()[:2]
+    except OSError:  # it is gone again
+        return "?"
+    return f"{host}:{port}"

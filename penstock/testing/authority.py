@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
 
+DAY_S = 86_400.0
+
 
 class Authority:
     """Signs certificates for 127.0.0.1 that are valid for a day, and leaves them in a folder as PEM files.
@@ -28,11 +30,11 @@ class Authority:
         self.folder = folder
         self.name = name
         self._key = ec.generate_private_key(ec.SECP256R1())
-        self.ca_file = self._write(name, self._sign(name, self._key.public_key(), ca=True))
+        self.ca_file = self._write(name, self._sign(name, self._key.public_key(), DAY_S, ca=True))
         """Its own certificate: what those who trust it are given."""
 
-    def issue(self, name: str, *, password: bytes = b"") -> tuple[str, str]:
-        """A certificate and its key, as the names of two files."""
+    def issue(self, name: str, *, password: bytes = b"", valid_s: float = DAY_S) -> tuple[str, str]:
+        """A certificate and its key, as the names of two files; it expired where `valid_s` is negative."""
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -45,10 +47,10 @@ class Authority:
         path.write_bytes(
             key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, lock)
         )
-        return self._write(name, self._sign(name, key.public_key())), str(path)
+        return self._write(name, self._sign(name, key.public_key(), valid_s)), str(path)
 
     def _sign(
-        self, name: str, public_key: ec.EllipticCurvePublicKey, *, ca: bool = False
+        self, name: str, public_key: ec.EllipticCurvePublicKey, valid_s: float, *, ca: bool = False
     ) -> x509.Certificate:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes
@@ -66,7 +68,7 @@ class Authority:
             .public_key(public_key)
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - timedelta(days=1))
-            .not_valid_after(now + timedelta(days=1))
+            .not_valid_after(now + timedelta(seconds=valid_s))
             .add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
             .add_extension(host, critical=False)
         )

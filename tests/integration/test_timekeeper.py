@@ -120,3 +120,22 @@ def test_a_tick_that_finds_the_disk_full_comes_when_there_is_room(world) -> None
         assert [each.missed for each in await bus.schedules.list()] == [1, 1]
 
     here.run(full)
+
+
+async def test_what_is_put_by_hand_is_held_to_the_limits_of_a_publish() -> None:
+    """T7, T8: a schedule published what a publish was refused, again and again."""
+    limits = {"limits__max_payload_bytes": 1_000, "limits__max_batch_bytes": 10_000}
+    headers = {"limits__max_headers": 2, "limits__max_headers_bytes": 100}
+    async with penstock.connect("mem:", **limits, **headers) as bus:
+        for wrong in ({"value": bytes(1_001)}, {"value": b"x", "headers": {"a": "x" * 100}}):
+            with pytest.raises(errors.InvalidInput, match="nothing was stored"):
+                await bus.schedules.put("tick", "jobs.tick", every="1h", **wrong)
+        with pytest.raises(errors.InvalidHeaders):
+            await bus.schedules.put("tick", "jobs.tick", b"x", every="1h", headers=dict.fromkeys("abc", ""))  # fmt: skip
+        assert await bus.schedules.list() == []
+        await bus.schedules.put("tick", "jobs.tick", bytes(1_000), every="10ms", headers={"a": "x", "b": "y"})  # fmt: skip
+        assert (await arrived(bus, "jobs.tick"))[0].headers["penstock-schedule"] == "tick"
+        by_hand: dict[str, Any] = {"consumer": "mail", "topic": "jobs.run", "reason": "lost", "actor": "ann"}  # fmt: skip
+        with pytest.raises(errors.PayloadTooLarge):
+            await bus.dead_letters.dead_letter("mail-7", payload=bytes(1_001), **by_hand)
+        assert (await bus.dead_letters.dead_letter("mail-7", payload=bytes(1_000), **by_hand)).id

@@ -91,6 +91,30 @@ async def test_a_broker_that_asks_for_certificates(tmp_path: Path, authority: Au
         await refused(url, "client.tls_certificate", **trusting, **shown)
 
 
+async def test_certificates_that_expired(tmp_path: Path, authority: Authority) -> None:
+    """Q1: either side says so, and the broker's log who was turned away; a restart takes a new file."""
+    trusting = {"client__tls_ca": authority.ca_file}
+    certificate, key = authority.issue("late", valid_s=-60.0)
+    shown = {"client__tls_certificate": certificate, "client__tls_key": key}
+    certificate, key = authority.issue("renewed", valid_s=5.0)
+    files = {"server__tls_certificate": certificate, "server__tls_key": key}
+    with (tmp_path / "log").open("wb") as log:
+        broker = BrokerProcess(tmp_path / "data", log=log)
+        with broker.start(**files, server__tls_client_ca=authority.ca_file):
+            await refused(url_of(broker), "client.tls_certificate", **trusting, **shown)
+        with broker.start(**files):
+            await asyncio.sleep(5.0)
+            await refused(url_of(broker), "has expired.*Give the broker a certificate", **trusting)
+            authority.issue("renewed")
+            await refused(url_of(broker), "has expired", **trusting)
+            assert broker.stop() == 0
+            broker.start(**files)
+            await there_and_back(url_of(broker), **trusting)
+    said = (tmp_path / "log").read_text()
+    assert "client refused  peer=127.0.0.1:" in said
+    assert "certificate has expired" in said
+
+
 @pytest.mark.parametrize("wrong", ["other", "missing", "locked", "key"])
 def test_files_that_cannot_be_used(tmp_path: Path, wrong: str) -> None:
     """Q1: found when the address is dialled, and named with their settings."""

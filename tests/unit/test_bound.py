@@ -150,3 +150,7 @@ def test_a_client_that_holds_very_much_can_join_again() -> None:
     message = wish(Feed(), [Delivery()] * 20_000)  # type: ignore[arg-type, list-item]
     assert len(message.held) == say.MAX_HELD
     check_message(Frame(Kind.SUBSCRIBE, 1, say.encode(message)))
+    least = 1 << 20  # of the frames that this broker takes
+    message = wish(Feed(), [Delivery()] * 20_000, least)  # type: ignore[arg-type, list-item]
+    assert len(message.held) > 1_000
+    assert len(say.encode(message)) < least

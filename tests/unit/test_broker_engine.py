@@ -25,6 +25,7 @@ class Wire:
     """In place of a channel: notes what is said, and answers when the test wants it."""
 
     def __init__(self) -> None:
+        self.frame_bytes = 1 << 20
         self.settled: list[say.Settlement] = []
         self.wishes: list[say.Subscribe] = []
         self.lost: list[say.Settlement] = []

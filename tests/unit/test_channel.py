@@ -13,7 +13,7 @@ from penstock.engines.link import check_size
 from penstock.model.loader import load
 from penstock.wire import message as say
 from penstock.wire.bound import MAX_MESSAGE_BYTES, check_message
-from penstock.wire.frame import Frame, Kind
+from penstock.wire.frame import MAX_PARTS, Frame, Kind
 
 BEFORE = say.Welcome("s", "b1")
 
@@ -114,6 +114,25 @@ async def test_settlements_are_reported_in_portions_that_a_broker_reads() -> Non
     assert [each.extends for each in rest if each.extends] == [[(20_001, 2.0)]]
 
 
+@pytest.mark.parametrize("reason", ["", "as it was", "\N{SNOWMAN}" * say.MAX_REASON_CHARACTERS])
+async def test_settlements_fit_the_smallest_frame_that_a_broker_may_take(reason: str) -> None:
+    """T4: what is behind a portion that was refused would not be reported either."""
+    link = Narrow(64 << 10)
+    channel = channel_over(link)
+    channel.frame_bytes = 64 << 10
+    nacks = [say.Settlement(1 << 40, 1 << 20, nacks=[(1 << 20, 0.5, reason)])] * 1_500
+    extends = say.Settlement(1 << 40, 1 << 20, extends=[(1 << 20, 1e9)] * 3_000)
+    both = say.Settlement(3, nacks=[(1, None, reason)], rejects=[(2, reason)])
+    rejects = say.Settlement(1 << 40, 1 << 20, rejects=[(1, reason)] * 500)
+    channel.settle([*nacks, both, rejects, extends])
+    said = [each for frame in link.sent for each in say.decode(frame.meta, say.Settle).settlements]
+    assert [nack for each in said for nack in each.nacks] == [
+        nacks[0].nacks[0]
+    ] * 1_500 + both.nacks
+    assert sum(len(each.rejects) for each in said) == 501
+    assert sum(len(each.extends) for each in said) == 3_000
+
+
 def test_a_message_is_bounded_as_well_as_a_frame() -> None:
     """T1: a broker reads no more of it, so it is refused before it is sent."""
     fits = Frame(Kind.PUBLISH, 1, bytes(MAX_MESSAGE_BYTES))
@@ -123,6 +142,9 @@ def test_a_message_is_bounded_as_well_as_a_frame() -> None:
     assert raised.value.data["limit_bytes"] == MAX_MESSAGE_BYTES
     with pytest.raises(errors.PayloadTooLarge):
         check_size(Frame(Kind.PUBLISH, 1, b""), 11, 10)
+    check_size(Frame(Kind.PUBLISH, 1, b"", [b""] * MAX_PARTS), 0, 10)
+    with pytest.raises(errors.PayloadTooLarge, match="batches"):
+        check_size(Frame(Kind.PUBLISH, 1, b"", [b""] * (MAX_PARTS + 1)), 0, 10)
 
 
 async def test_an_overdue_call_names_the_deadline_of_the_settings() -> None:

@@ -11,6 +11,7 @@ import pytest
 import penstock
 from penstock.core.entry import GroupSpec
 from penstock.engines.engine import Stretch, Subscribe
+from penstock.engines.link import check_size
 from penstock.engines.remote_log import RemoteLog
 from penstock.engines.wish import wish
 from penstock.model.batch import EventBatch
@@ -30,12 +31,14 @@ class Broker:
     def __init__(self) -> None:
         self.frame_bytes = 64 << 20
         self.refuses = False
+        self.commits: list[say.Commit] = []
         self.answer: tuple[str, int, int, int] = (TOPIC, 0, 0, 0)
 
     async def call(self, kind: Kind, message: Any, **_: Any) -> Frame:
         if kind == Kind.COMMIT and self.refuses:
             raise Fenced("somebody else's")
         if kind == Kind.COMMIT:
+            self.commits.append(message)
             return Frame(Kind.RESULT, 1, b"")
         topic, start, stop, epoch = self.answer
         batch = EventBatch.build(topic, [b"x"] * (stop - start))
@@ -129,6 +132,22 @@ async def test_of_too_many_partitions_the_latest_are_named() -> None:
     }
     assert len(say.encode(wish(client.feed))) < 64 << 10
     assert len(wish(client.feed).log_held) == 64
+
+
+@pytest.mark.parametrize("frame_bytes", [64 << 10, 64 << 20])
+async def test_a_commit_of_very_many_partitions_is_several(frame_bytes: int) -> None:
+    """T1: a broker reads only so much of one, and it was refused again and again."""
+    client = Client()
+    client.broker.frame_bytes = frame_bytes
+    places = [f"{number:05}{'x' * 250}" for number in range(5_000)]
+    for topic in places:
+        client.feed.mark(topic, MOST, MOST, MOST)
+    await client.feed.commit()
+    for commit in client.broker.commits:
+        check_size(Frame(Kind.COMMIT, 1, say.encode(commit)), len(say.encode(commit)), frame_bytes)
+        assert len(commit.epochs) == len(commit.marks)
+    assert [mark[0] for commit in client.broker.commits for mark in commit.marks] == places
+    assert client.feed.pending().marks == []
 
 
 def subscribe(*held: tuple[Any, ...], spec: GroupSpec = SPEC) -> say.Subscribe:

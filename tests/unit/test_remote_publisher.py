@@ -30,7 +30,7 @@ from penstock.model.loader import load
 from penstock.model.settings import Limits
 from penstock.server.inbound import inbound
 from penstock.wire import message as say
-from penstock.wire.frame import Frame, Kind
+from penstock.wire.frame import MAX_PARTS, Frame, Kind
 
 DEADLINE_S = 1.0
 SLACK_S = 0.6  # of a busy machine; well below another deadline
@@ -221,12 +221,46 @@ async def test_no_message_is_longer_than_a_broker_reads_uncounted() -> None:
     assert [meta.payloads for meta in found] == [list(one.payloads) for one in drafts]
 
 
+@pytest.mark.parametrize("column", ["none", "keys", "headers", "tokens", "many"])
+@pytest.mark.parametrize("size", [0, 1, 20, 60, 300])
+async def test_no_frame_is_larger_than_the_least_that_a_broker_takes(
+    size: int, column: str
+) -> None:
+    """T1: names and lengths count, too: of small events they take most of a frame."""
+    link = Outlet()
+    channel, publisher = publisher_over(link)
+    channel.frame_bytes = 64 << 10
+    link.answer = lambda frame: stored(channel, frame)
+    columns: dict[str, Any] = {"keys": b"key", "headers": {"name": "x"}, "tokens": bytes(16)}
+    drafts = []
+    for _ in range(1_100):
+        one = draft(*[bytes(size)] * (MERGE_EVENTS if column == "many" else 1))
+        if column in columns:
+            setattr(one, column, [columns[column]])
+        drafts.append(one)
+    await asyncio.gather(*(publisher.publish(one) for one in drafts))
+    assert max(frame.size_bytes + 4 * len(frame.parts) for frame in link.sent) < 64 << 10
+
+
 def test_drafts_that_must_share_a_frame_go_beside_a_message_that_is_full() -> None:
     """T1: those of a transaction; tiny ones stay in it."""
     parts: list[Any] = []
     metas = bundled([*[draft(bytes(30_000))] * 10, draft(b"tiny")], parts)
     assert [meta.part for meta in metas] == [-1, -1, -1, -1, 0, 1, 2, 3, 4, 5, -1]
     assert len(parts) == 6
+
+
+@pytest.mark.parametrize("last", [1, 2, 500])
+def test_a_transaction_keeps_parts_for_what_has_to_be_one(last: int) -> None:
+    """T1: drafts that need none would take them all, and a batch behind them be one too many."""
+    parts: list[Any] = []
+    batches = [draft(*[b"x"] * MERGE_EVENTS)] * last
+    metas = bundled([*[draft(bytes(1_500))] * 4_500, *batches, *[draft(bytes(1_500))] * 9], parts)
+    assert len(parts) == MAX_PARTS
+    assert [meta.part for meta in metas[4_500 : 4_500 + last]] == [
+        *range(MAX_PARTS - last, MAX_PARTS)
+    ]
+    assert sum(len(meta.payloads) for meta in metas if meta.part < 0) == 4_509 + last - MAX_PARTS
 
 
 COLUMN = st.none() | st.binary(max_size=4)

@@ -18,6 +18,7 @@ import pytest
 import penstock
 from penstock.cli import up as up_command
 from penstock.cli.invocation import DEFAULT_URL, Invocation
+from penstock.testing.authority import Authority
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -436,6 +437,27 @@ def certificate(cli: Any) -> Callable[[int], tuple[str, str]]:
         return str(files[0]), str(files[1])
 
     return make
+
+
+def test_a_key_with_a_password_ends_the_broker_with_an_error(cli: Any, tmp_path: Path) -> None:
+    """Q1: at a terminal, too, where OpenSSL would ask for the password and wait."""
+    certificate, key = Authority(tmp_path, "authority").issue("locked", password=b"a password")
+    settings = ("--set", f"server.tls_certificate={certificate}", "--set", f"server.tls_key={key}")
+    at_a_terminal = (
+        "import fcntl, os, sys, termios\n"
+        "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+        "os.execv(sys.executable, [sys.executable, '-m', 'penstock.cli', *sys.argv[1:]])"
+    )
+    ours, terminal = os.openpty()
+    with os.fdopen(ours, "rb", buffering=0), os.fdopen(terminal, "rb", buffering=0) as stdin:
+        done = subprocess.run(
+            [sys.executable, "-c", at_a_terminal, *settings, "up", str(cli.data), *ANY],
+            stdin=stdin, capture_output=True, env=cli.env, start_new_session=True,
+            timeout=DEADLINE_S, check=False,
+        )  # fmt: skip
+    assert done.returncode == 2
+    assert b"server.tls_key" in done.stderr
+    assert b"without a password" in done.stderr
 
 
 def test_check_reads_certificates(cli: Any, certificate: Any) -> None:
