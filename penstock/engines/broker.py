@@ -305,7 +305,8 @@ class BrokerEngine:
         for feed in self._feeds.values():
             if isinstance(feed, RemoteQueue):
                 known.update(feed.held)
-        self._lost((numbers := sorted(known))[say.MAX_NAMED :])  # not named, they come again
+        numbers = sorted(known)
+        self._lost(numbers[say.MAX_NAMED :])  # not named, they come again
         return numbers[: say.MAX_NAMED]
 
     def _lost(self, numbers: list[int]) -> None:
@@ -317,10 +318,8 @@ class BrokerEngine:
         """The broker was restarted, or has forgotten us: join again, with what is in our hands."""
         self._renewals += 1
         deliveries, self._unreported = self._unreported, {}
-        for settlement in (
-            *self.channel.unconfirmed(),
-            *(each.settlement() for each in deliveries),
-        ):
+        unreported = [each.settlement() for each in deliveries]
+        for settlement in (*self.channel.unconfirmed(), *unreported):
             self._doubtful.update(settled_events(settlement))
         for feed in self._feeds.values():
             if feed.number in self._asked:

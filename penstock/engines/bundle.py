@@ -8,7 +8,7 @@ frame when it is sent again; a draft that is refused takes no other one with it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.core.entry import Entry
@@ -199,3 +199,11 @@ def combined(draft: Draft, receipts: Sequence[Receipt]) -> Receipt:
         draft.topic, first.partition, first.offset, draft.count, first.token,
         all(receipt.duplicate for receipt in receipts), parts=tuple(receipts),
     )  # fmt: skip
+
+
+def pieces_of(receipt: Receipt) -> Iterator[Receipt]:
+    """The receipts of stretches that lie one behind another, all the way down."""
+    if not receipt.parts:
+        yield receipt
+    for part in receipt.parts:
+        yield from pieces_of(part)

@@ -14,7 +14,7 @@ from penstock.log.journal import Commit, Journal
 from penstock.model.settings import Durability
 
 # A commit that takes the disk no longer than its sync.
-LITTLE_BYTES = 64 * 1024
+LITTLE_BYTES = 128 * 1024
 # Writing a few pages into memory takes microseconds. When it takes this long, the system has stopped
 # the writers of the file; a busy machine only takes the processor away, and gives it back sooner.
 HELD_UP_S = 0.05

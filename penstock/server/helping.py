@@ -1,7 +1,8 @@
-"""Helping: a frame of a tenant ahead of its rate is stored in small helpings.
+"""Helping: a frame of a tenant ahead of its rate is stored in small helpings, each made ready in bites.
 
-Others may go first before each, and each is small enough to go with a commit of theirs. Of a large
-frame there are few, so that it does not take for ever.
+Others may go first before each bite, and a helping is small enough to go with a commit of theirs. It is
+no smaller, because each costs them about the same. Of a large frame there are few, so that it does not
+take for ever.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from penstock.wire.frame import Bytes
 from penstock.wire.message import DraftMeta, Fault
 
 # With what others commit it is below what is written in one go (`COMPANY_BYTES` of the pending).
-HELPING_BYTES = 40 << 10
+HELPING_BYTES = 80 << 10
+# What is made ready in one turn of the loop, and what a draft takes beside its bytes.
+BITE_BYTES, DRAFT_BYTES = 8 << 10, 128
 # Helpings are so large that there are no more than about twice as many.
 FEW_HELPINGS = 8
 
@@ -29,7 +32,7 @@ class Answers:
 def helpings_of(sizes: Sequence[int]) -> list[range]:
     """The numbers of the drafts that are stored together.
 
-    >>> helpings_of([30_000, 5_000, 40_000, 100]), helpings_of([1 << 20] * 16)[:2]
+    >>> helpings_of([70_000, 5_000, 40_000, 100]), helpings_of([1 << 20] * 16)[:2]
     ([range(0, 2), range(2, 4)], [range(0, 2), range(2, 4)])
     """
     most = max(HELPING_BYTES, -(-sum(sizes) // FEW_HELPINGS))

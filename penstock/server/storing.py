@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from penstock.core.admission import ADMITTED
 from penstock.core.entry import Entry, Produced
 from penstock.core.respite import MOST_TENANTS, RATES
 from penstock.core.state import SessionState
-from penstock.engines.bundle import Bundle, combined
+from penstock.engines.bundle import Bundle, combined, pieces_of
 from penstock.engines.embedded import EmbeddedEngine
 from penstock.engines.engine import Draft, Settle, Transaction
 from penstock.engines.layout import draft_payload_bytes
@@ -34,7 +34,7 @@ from penstock.model.settings import Limits
 from penstock.model.topic import tenant_of
 from penstock.server.courtesy import Courtesy
 from penstock.server.fastpath import FastPath
-from penstock.server.helping import Answers, helpings_of, size_of
+from penstock.server.helping import BITE_BYTES, DRAFT_BYTES, Answers, helpings_of, size_of
 from penstock.server.inbound import check_transaction_key, inbound, owner
 from penstock.server.line import Line, Place
 from penstock.server.metrics_counters import Counters, duplicates_in
@@ -125,6 +125,11 @@ class Storing:
         tenant = tenant_of(wish.drafts[0].topic) or self._session.identity.tenant
         return self._engine.admission.ahead(tenant, self._engine.runtime.now())
 
+    async def _let_others_go_first(self, wish: say.Publish) -> None:
+        """Asked each time whether it still is ahead: to wait must not cost a tenant its rate."""
+        if self._ahead(wish):
+            await self._courtesy.turn()
+
     async def _publish(
         self,
         frame: Frame,
@@ -140,17 +145,15 @@ class Storing:
         sizes = [size_of(meta, frame.parts) for meta in wish.drafts]
         helpings = helpings_of(sizes) if patient else [range(len(sizes))]
         for numbers in helpings:
-            if patient and self._ahead(wish):  # asked each time: to wait must not cost it its rate
-                await self._courtesy.turn()
-            drafts = await self._take_in_some(numbers, frame, wish, sizes, stored, found)
+            drafts = await self._take_in_some(numbers, frame, wish, sizes, stored, found, patient)
             if not drafts:
                 continue
             await place.turn()
             leave = place.leave if numbers is helpings[-1] else _stay
             patience_s = self._courtesy.company_s() if patient and self._ahead(wish) else 0.0
             await self._store(drafts, wish.sequence, leave, found, patience_s)
-        if patient and self._ahead(wish):
-            await self._courtesy.turn()
+        if patient:
+            await self._let_others_go_first(wish)
         answer = say.Published(found.receipts, found.faults)
         return Frame(Kind.RESULT, frame.request, encode(answer))
 
@@ -162,14 +165,20 @@ class Storing:
         sizes: Sequence[int],
         stored: dict[int, list[tuple[int, int, int]]],
         found: Answers,
+        patient: bool,
     ) -> dict[int, Draft]:
         """Make drafts ready, by their numbers; what is refused or was stored before has its answer."""
         drafts: dict[int, Draft] = {}
+        bite = BITE_BYTES
         for number in numbers:
             meta, size = wish.drafts[number], sizes[number]
             if number in stored:
                 found.receipts[number] = await self._again(meta, stored[number])
                 continue
+            if patient and bite >= BITE_BYTES:
+                await self._let_others_go_first(wish)
+                bite = 0
+            bite += DRAFT_BYTES + size
             await _pause(number, meta)
             try:
                 if size and (meta.part >= 0 or self._fastpath.wants(size)):
@@ -350,7 +359,7 @@ class Storing:
         def note(taken: list[Receipt]) -> Entry:
             places: list[int] = []
             for number, receipt in enumerate(taken):
-                for part in _pieces(receipt):
+                for part in pieces_of(receipt):
                     places += (number, part.partition, part.offset, part.count)
             return Produced(self._session.id, wish.sequence, places)
 
@@ -388,11 +397,3 @@ async def _pause(number: int, meta: say.DraftMeta) -> None:
 
 def _stay() -> None:
     """More of the frame follows."""
-
-
-def _pieces(receipt: Receipt) -> Iterator[Receipt]:
-    """The receipts of stretches that lie one behind another, all the way down."""
-    if not receipt.parts:
-        yield receipt
-    for part in receipt.parts:
-        yield from _pieces(part)

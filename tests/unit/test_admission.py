@@ -69,7 +69,7 @@ def test_a_peek_refuses_what_is_over_the_rate_and_takes_nothing() -> None:
         assert admission.peek("acme", "orders", 4, 0.0) is ADMITTED
     refusal = admission.peek("acme", "orders", 5, 0.0)
     assert verdict(refusal) == ("throttled", "events_per_s")
-    assert refusal.retry_after_s == pytest.approx(0.1)
+    assert refusal.retry_after_s == pytest.approx(0.25)
     assert publish(admission, 4) is ADMITTED
 
 
@@ -278,8 +278,8 @@ def test_each_refusal_has_its_error(kind: str, error: type[Rejected]) -> None:
 def test_a_used_up_rate_is_asked_again_when_that_is_worth_it() -> None:
     admission = tenant(events_per_s=1000)
     assert publish(admission, 1000) is ADMITTED
-    assert publish(admission, 1).retry_after_s == pytest.approx(0.1)
-    assert publish(admission, 200).retry_after_s == pytest.approx(0.2)
+    assert publish(admission, 1).retry_after_s == pytest.approx(0.25)
+    assert publish(admission, 400).retry_after_s == pytest.approx(0.4)
     assert publish(admission, 1, now_s=0.001) is ADMITTED, "it is advice, and no lock"
 
 

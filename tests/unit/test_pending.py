@@ -78,7 +78,7 @@ def test_what_does_not_fit_stays() -> None:
 def test_the_patient_wait_for_company_and_do_not_make_it_large() -> None:
     """T11: a tenant ahead of its rate costs others no sync of its own."""
     pending = Pending()
-    patient = [Job("ahead", 1_000, patience_s=1.0) for _ in range(100)]
+    patient = [Job("ahead", 1_000, patience_s=1.0) for _ in range(200)]
     for job in patient:
         pending.add(job)  # type: ignore[arg-type]
     assert not pending.presses()
@@ -92,7 +92,7 @@ def test_the_patient_wait_for_company_and_do_not_make_it_large() -> None:
     assert not pending.presses()
     patient[-1].patience_s = 0.0
     assert pending.presses(), "what is before it goes with it"
-    assert len(take(pending, budget=1 << 30)) == 101 - len(taken)
+    assert len(take(pending, budget=1 << 30)) == 201 - len(taken)
 
 
 def test_what_is_patient_and_large_goes_alone_when_nobody_comes() -> None:
