@@ -228,7 +228,7 @@ async def test_no_frame_is_larger_than_the_least_that_a_broker_takes(
 ) -> None:
     """T1: names and lengths count, too: of small events they take most of a frame."""
     link = Outlet()
-    channel, publisher = publisher_over(link)
+    channel, publisher = publisher_over(link, deadline_s=30.0)
     channel.frame_bytes = 64 << 10
     link.answer = lambda frame: stored(channel, frame)
     columns: dict[str, Any] = {"keys": b"key", "headers": {"name": "x"}, "tokens": bytes(16)}
