@@ -185,7 +185,9 @@ class Storing:
                     self._check_rate(meta, frame.parts)
                 drafts[number] = await self._take_in(meta, frame.parts, size)
             except PenstockError as error:
-                self._refuse(number, error, found)
+                found.faults[number] = to_fault(error)
+                if isinstance(error, Rejected):
+                    self._refused(error)
         return drafts
 
     async def _store(
@@ -212,11 +214,8 @@ class Storing:
                 found.receipts[number] = answer
                 self._count(drafts[number], answer, seconds)
             else:
-                self._refuse(number, answer, found)
-
-    def _refuse(self, number: int, error: PenstockError, found: Answers) -> None:
-        found.faults[number] = to_fault(error)
-        self._refused(error)
+                found.faults[number] = to_fault(answer)
+                self._refused(answer)
 
     def _take_in(self, meta: say.DraftMeta, parts: Sequence[Bytes], size: int) -> Awaitable[Draft]:
         """Make a draft ready for the engine, in a thread when it is large (row T13)."""
