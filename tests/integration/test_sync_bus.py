@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import gc
+import inspect
 import threading
 
 import pytest
 
 import penstock
+from penstock.bus import desk, sync
 
 
 def test_publish_subscribe_replay_and_desks(tmp_path) -> None:
@@ -73,3 +77,136 @@ def test_no_thread_is_left_behind() -> None:
     with penstock.connect_sync("mem:") as bus:
         bus.publish("orders", b"a")
     assert threading.active_count() <= before
+
+
+def test_handlers_of_a_blocking_bus_handle_retry_and_answer() -> None:
+    handled: list[int] = []
+    done = threading.Event()
+    bus = penstock.connect_sync("mem:")
+
+    @bus.handler("orders", group="billing", retry=penstock.Retry(ladder_ms=(1,), max_attempts=3))
+    def bill(order: dict, event: penstock.Event) -> None:
+        if order["id"] == 2 and event.attempt == 1:
+            raise RuntimeError("not yet")
+        bus.publish("bills", {"order": order["id"]})  # a handler may call its bus
+        handled.append(order["id"])
+        if len(handled) == 3:
+            done.set()
+
+    with bus:
+
+        @bus.handler("double", group="answers")
+        def double(value: int) -> int:
+            return 2 * value
+
+        bus.ready()
+        for number in (1, 2, 3):
+            bus.publish("orders", {"id": number})
+        assert done.wait(30)
+        assert sorted(handled) == [1, 2, 3]
+        assert {event.value()["order"] for event in bus.replay("bills")} == {1, 2, 3}
+        assert bus.request("double", 21, timeout_s=30) == 42
+
+
+def test_events_of_a_blocking_bus_are_events_and_show_what_they_are() -> None:
+    with penstock.connect_sync("mem:") as bus, bus.subscribe("orders", group="g") as events:
+        bus.publish("orders", b"a", key="k")
+        event = next(iter(events))
+        assert isinstance(event, penstock.Event)
+        assert (event.key, event.attempt) == (b"k", 1)
+        assert repr(event) == "SyncEvent(id='orders/0/0', attempt=1, payload=b'a')"
+        events.ack([event])
+        assert repr(bus) == "<SyncBus>"
+        bus.flush()
+        assert bus.groups.info("g").lag == 0
+        assert next(bus.replay("orders")).payload == b"a"
+
+
+def test_a_bus_that_is_dropped_refused_or_closed_twice_leaves_no_thread(tmp_path) -> None:
+    before = set(threading.enumerate())
+    bus = penstock.connect_sync("mem:")
+    bus.open()
+    bus.close()
+    bus.close()
+    with pytest.raises(penstock.BusClosed):
+        bus.publish("orders", b"")
+    (tmp_path / "file").write_text("no folder")
+    with (
+        pytest.raises((OSError, penstock.PenstockError)),
+        penstock.connect_sync(tmp_path / "file" / "data"),
+    ):
+        pass
+    with pytest.raises(penstock.UnknownScheme):
+        penstock.connect_sync("what://ever")
+    for _ in range(3):
+        penstock.connect_sync("mem:").handler("orders", group="g")  # never opened, never closed
+    gc.collect()
+    assert set(threading.enumerate()) <= before
+
+
+def test_replay_hands_whole_batches_from_thread_to_thread(tmp_path) -> None:
+    """The cost that made a blocking replay a hundred times slower was one crossing for each event."""
+    with penstock.connect_sync(tmp_path / "data") as bus:
+        bus.publish_many("orders", [b"x"] * 20_000)
+        crossings = 0
+        thread = threading.current_thread()
+        wait = concurrent.futures.Future.result
+
+        def counted(self, timeout=None):
+            nonlocal crossings
+            crossings += threading.current_thread() is thread
+            return wait(self, timeout)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(concurrent.futures.Future, "result", counted)
+            assert sum(1 for _ in bus.replay("orders")) == 20_000
+        assert crossings < 100
+
+
+def test_waiting_on_the_loop_itself_is_refused() -> None:
+    with penstock.connect_sync("mem:") as bus:
+        seen: list[BaseException] = []
+        told = threading.Event()
+
+        @bus.handler("orders", group="g", retry=penstock.Retry(ladder_ms=(1,), max_attempts=1))
+        async def wrong(value: int) -> None:
+            try:
+                bus.publish("other", value)
+            except penstock.InvalidInput as error:
+                seen.append(error)
+            told.set()
+
+        bus.publish("orders", 1)
+        assert told.wait(30)
+        assert "plain function" in str(seen[0])
+
+
+PAIRS = [
+    (penstock.Bus, sync.SyncBus),
+    (desk.Topics, sync.SyncTopics),
+    (desk.Groups, sync.SyncGroups),
+    (desk.DeadLetters, sync.SyncDeadLetters),
+    (desk.Audit, sync.SyncAudit),
+    (desk.Routes, sync.SyncRoutes),
+    (desk.Schedules, sync.SyncSchedules),
+    (penstock.Subscription, sync.SyncSubscription),
+    (penstock.Transaction, sync.SyncTransaction),
+    (penstock.Event, sync.SyncEvent),
+]
+ONLY_ASYNC = {
+    "Bus": {"draft", "draft_many", "place", "wall_us"},  # for engines and tests
+    "Subscription": {"at_hand", "cursor"},  # for handlers and transactions
+}
+
+
+@pytest.mark.parametrize(("original", "blocking"), PAIRS, ids=lambda each: each.__name__)
+def test_each_method_has_a_blocking_form_with_the_same_parameters(original, blocking) -> None:
+    for name, method in vars(original).items():
+        if name.startswith("_") or name in ONLY_ASYNC.get(original.__name__, ()):
+            continue
+        form = getattr(blocking, name)
+        if inspect.isfunction(method):
+            assert inspect.getdoc(form), f"{blocking.__name__}.{name}"
+            assert not inspect.iscoroutinefunction(inspect.getattr_static(blocking, name))
+            theirs = list(inspect.signature(form).parameters.values())
+            assert [p.name for p in theirs] == list(inspect.signature(method).parameters)
