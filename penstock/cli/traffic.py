@@ -63,7 +63,7 @@ def read_traffic(folder: Path, settings: Settings, window_s: float) -> Traffic:
             log.partition(topic, partition)
         ends = [lane.last_time_us for (topic, _), lane in log.partitions.items() if not is_system(topic)]  # fmt: skip
         newest_us = max(ends, default=0)
-        return _gather(folder, recovered, newest_us - int(window_s * 1_000_000))
+        return _gather(folder, recovered, newest_us - round(window_s * 1_000_000))
     finally:
         log.close()
         log.manifest.close()

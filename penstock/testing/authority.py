@@ -71,6 +71,13 @@ class Authority:
             .not_valid_after(now + timedelta(seconds=valid_s))
             .add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
             .add_extension(host, critical=False)
+            # Strict checks, which Python 3.13 makes by default, want to see who signed whom and for what.
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(public_key), critical=False)
+            .add_extension(
+                x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()),
+                critical=False,
+            )
+            .add_extension(_key_usage(ca), critical=True)
         )
         return builder.sign(self._key, hashes.SHA256())
 
@@ -80,3 +87,13 @@ class Authority:
         path = self.folder / f"{name}.pem"
         path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
         return str(path)
+
+
+def _key_usage(ca: bool) -> x509.KeyUsage:
+    from cryptography import x509
+
+    return x509.KeyUsage(
+        digital_signature=not ca, key_cert_sign=ca, crl_sign=ca, content_commitment=False,
+        key_encipherment=False, data_encipherment=False, key_agreement=False, encipher_only=False,
+        decipher_only=False,
+    )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -69,6 +70,22 @@ async def test_events_over_tls(tmp_path: Path, authority: Authority) -> None:
         await there_and_back(url_of(broker), client__tls_ca=authority.ca_file)
         await refused(url_of(broker), r"certificate verify failed.* client\.tls_ca")
         await refused(broker.url(), "penstocks://", client__tls_ca=authority.ca_file)
+
+
+async def test_certificates_of_the_test_kit_pass_strict_checks(
+    tmp_path: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Q1: Python 3.13 checks certificates strictly by default; so does this client, whatever its version."""
+    relaxed = ssl.create_default_context
+
+    def strict(*args: Any, **options: Any) -> ssl.SSLContext:
+        context = relaxed(*args, **options)
+        context.verify_flags |= ssl.VERIFY_X509_STRICT | ssl.VERIFY_X509_PARTIAL_CHAIN
+        return context
+
+    monkeypatch.setattr(ssl, "create_default_context", strict)
+    with secured(tmp_path, authority) as broker:
+        await there_and_back(url_of(broker), client__tls_ca=authority.ca_file)
 
 
 async def test_tls_where_the_broker_has_none(tmp_path: Path) -> None:
