@@ -102,14 +102,19 @@ class EmbeddedEngine:
     async def open(self) -> None:
         """Lock, recover, and go on where the last life ended."""
         self.runtime.attach(asyncio.get_running_loop())
-        self._lock = await self.runtime.read(self._take_lock)
         try:
+            self._lock = await self.runtime.read(self._take_lock)
             self.recovered: Recovered = await self.runtime.read(
                 open_for_writing, self.disk, self.settings
             )
             await self._start()
         except BaseException:
-            self._lock.release()
+            for task in list(self._tasks):
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            if self._lock is not None:
+                self._lock.release()
+            self.runtime.close()
             raise
         self.is_open = True
 

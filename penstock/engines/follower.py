@@ -53,7 +53,12 @@ class FollowerEngine:
 
     async def open(self) -> None:
         """Read the folder as it is now."""
-        self._recovery = await self.runtime.read(self._recover)
+        self.runtime.attach(asyncio.get_running_loop())
+        try:
+            self._recovery = await self.runtime.read(self._recover)
+        except BaseException:
+            self.runtime.close()
+            raise
         self.log, self.state = self._recovery.log, self._recovery.fold.state
         self.log.refresh = self._advance
         self._poller = asyncio.create_task(self._poll(), name="penstock-follow")

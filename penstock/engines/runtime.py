@@ -112,6 +112,11 @@ class Runtime:
         """Seconds on a clock that never jumps; the loop's own once an engine runs on it."""
         self.stopwatch: Callable[[], float] = time.perf_counter
         """Seconds that show how long a call held up the loop, whose own clock stands still meanwhile."""
+        self._make_threads()
+
+    def _make_threads(self) -> None:
+        """None of them starts before it has something to do."""
+        self._closed = False
         self._writer = Worker("penstock-writer")
         self._readers = ThreadPoolExecutor(4, thread_name_prefix="penstock-reader")
 
@@ -120,8 +125,10 @@ class Runtime:
         return time.time_ns() // 1_000
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Tell the time of this loop, on which the engine runs."""
+        """Tell the time of this loop, on which the engine runs; new threads if the old ones ended."""
         self.now = loop.time
+        if self._closed:
+            self._make_threads()
 
     def entropy(self, count: int) -> bytes:
         """Random bytes."""
@@ -162,3 +169,4 @@ class Runtime:
             kernel.close()
         self._writer.close()
         self._readers.shutdown()
+        self._closed = True

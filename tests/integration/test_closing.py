@@ -219,3 +219,22 @@ async def test_a_flush_ends_when_what_follows_a_commit_fails(
         assert (await publish).offset == 1
         with pytest.raises(penstock.errors.WriterFailed, match="no such thing"):
             await bus.publish("t", b"")
+
+
+async def test_a_bus_that_cannot_open_leaves_nothing_behind_and_may_try_again(tmp_path) -> None:
+    """Y1: a locked folder, a file in the way: no thread and no descriptor stays, and a later try works."""
+    before = threading.active_count()
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises((OSError, penstock.PenstockError)):
+        await penstock.connect(tmp_path / "file" / "data").open()
+    with pytest.raises(penstock.PenstockError):
+        await penstock.connect(f"{tmp_path / 'nothing'}?mode=ro").open()
+    assert threading.active_count() == before
+    late = penstock.connect(tmp_path / "data")
+    async with penstock.connect(tmp_path / "data"):
+        with pytest.raises(penstock.FolderLocked):
+            await late.open()
+    await late.open()
+    await late.publish("orders", b"at last")
+    await late.close()
+    assert threading.active_count() == before
