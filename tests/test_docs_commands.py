@@ -103,7 +103,7 @@ def test_the_pages_that_show_commands_are_looked_at() -> None:
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("penstock pipelines list", "no command"),
+        ("penstock pipelines list", "No such command"),
         ("penstock pipeline", "no command"),
         ("penstock pipeline run usage --paramz quotas.toml", "No such option"),
         ("penstock pipeline run usage other", "no place for"),

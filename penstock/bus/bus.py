@@ -112,7 +112,7 @@ class Bus:
         """Raise Unsupported unless the engine has a capability."""
         if capability not in self.capabilities:
             raise Unsupported(
-                f"this engine has no {capability!r}; docs/reference/capabilities.md lists which have",
+                f"this engine has no {capability!r}; `penstock docs capabilities` says which have",
                 capability=capability,
             )
 

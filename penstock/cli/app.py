@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock.cli import exits, output
-from penstock.cli.invocation import Invocation, global_options
+from penstock.cli.invocation import Invocation, global_options, unknown_command
 from penstock.model.errors import PenstockError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 COMMANDS = (
-    "publish", "tail", "replay", "topic", "group", "route", "schedule", "dlq", "audit",
-    "session", "tenant", "pipeline", "table", "config", "doctor", "bench", "demo", "showcase", "completion", "up", "token",
+    "publish", "consume", "tail", "replay", "request", "reply", "topic", "group", "route", "schedule", "dlq", "audit",
+    "session", "tenant", "pipeline", "table", "config", "doctor", "docs", "bench", "demo", "showcase", "completion", "up", "token",
 )  # fmt: skip
 """Each is a module of this package with a `command` in it, imported when it is asked for."""
 
@@ -42,7 +42,7 @@ class Root(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import the command."""
         if cmd_name not in COMMANDS:
-            return None
+            raise unknown_command(ctx, cmd_name, COMMANDS)
         module = importlib.import_module(f"penstock.cli.{cmd_name}")
         found: click.Command = module.command
         return found
@@ -66,7 +66,7 @@ def _print_version(context: click.Context, option: click.Parameter, value: bool)
 root = Root(
     name=PROGRAM,
     help="A durable event bus: publish, follow, replay and administer.",
-    epilog="Options of all commands may also stand behind the command. docs/reference/cli.md has "
+    epilog="Options of all commands may also stand behind the command. `penstock docs cli` has "
     "every command and what the exit codes mean.",
     params=[
         *global_options(at_root=True),

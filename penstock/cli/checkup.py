@@ -72,7 +72,9 @@ def guarded(name: str, check: Callable[[], Check | Iterator[Check]]) -> Iterator
         found = check()
         yield from [found] if isinstance(found, Check) else found
     except PenstockError as error:
-        yield Check(name, "fail", str(error), "see docs/reference/errors.md", error.code)
+        yield Check(
+            name, "fail", str(error), f"see `penstock docs errors {error.code}`", error.code
+        )
     except OSError as error:
         yield Check(name, "fail", str(error), "check owner and permissions", "storage")
 
@@ -155,7 +157,7 @@ def check_config(invocation: Invocation) -> Iterator[Check]:
     for problem in problems:
         error = problem.severity == "error"
         code = "invalid.settings" if error else ""
-        yield Check("config", "fail" if error else "warn", problem.text, "see docs/reference/settings.md", code)  # fmt: skip
+        yield Check("config", "fail" if error else "warn", problem.text, "see `penstock docs settings`", code)  # fmt: skip
     if not problems:
         yield Check("config", "ok", f"valid; file: {invocation.config or 'none'}")
 

@@ -106,7 +106,7 @@ def check_remote(url: str, settings: Settings) -> Iterator[Check]:
     try:
         ahead_us = asyncio.run(_greet(url, settings))
     except AccessDenied as error:
-        yield Check("broker", "fail", f"{place} is a broker and does not let us in: {error.message}", "see docs/guide/security.md", error.code)  # fmt: skip
+        yield Check("broker", "fail", f"{place} is a broker and does not let us in: {error.message}", "see `penstock docs security`", error.code)  # fmt: skip
     except PenstockError as error:
         yield Check("broker", "fail", f"no broker answers at {place}: {error.message}", "start the broker there with `penstock up`, and look at address, firewall and name resolution", error.code)  # fmt: skip
     else:

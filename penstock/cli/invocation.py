@@ -10,12 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from penstock.cli.when import DURATION
+from penstock.model.nearest import did_you_mean
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from penstock.model.settings import Settings
 
 DEFAULT_URL = "./data"
+CONNECT_S = 2.0
+"""How long a command waits for a broker that does not answer: a person waits for it."""
+
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]+:", re.IGNORECASE)
 
 
@@ -28,6 +34,7 @@ class Invocation:
     sets: list[str] = field(default_factory=list)
     json: bool = False
     verbose: bool = False
+    timeout_s: float | None = None
 
     @property
     def flags(self) -> dict[str, str]:
@@ -42,9 +49,17 @@ class Invocation:
 
     def settings(self) -> Settings:
         """File, environment and flags put together; InvalidSettings when one of them is wrong."""
+        from msgspec.structs import replace
+
         from penstock.model.loader import load
 
-        return load(self.config, os.environ, self.flags)
+        settings = load(self.config, os.environ, self.flags)
+        client = settings.client
+        if self.timeout_s is not None:
+            client = replace(client, connect_s=self.timeout_s, deadline_s=self.timeout_s)
+        elif client.connect_s == 0:
+            client = replace(client, connect_s=CONNECT_S)
+        return replace(settings, client=client)
 
 
 def folder_of(url: str) -> Path | None:
@@ -84,7 +99,7 @@ def _note(context: click.Context, option: click.Parameter, value: Any) -> Any:
     invocation = context.ensure_object(Invocation)
     if option.name == "sets":
         invocation.sets.extend(value)
-    elif value:
+    elif value is not None and value is not False:
         setattr(invocation, str(option.name), value)
     return value
 
@@ -110,6 +125,7 @@ def global_options(*, at_root: bool) -> list[click.Option]:
         option("--url", metavar="URL", envvar="PENSTOCK_URL", help="The bus: a data folder, a broker (penstock://host:5557), or `mem:`. Default: ./data."),
         option("--config", metavar="FILE", envvar="PENSTOCK_CONFIG", help="Settings file in TOML."),
         option("--set", "sets", metavar="KEY=VALUE", multiple=True, help="One setting, such as durability.fsync=never; repeat as needed."),
+        option("--timeout", "timeout_s", type=DURATION, help="How long to wait for a broker and for its answers. Default: 2s for a connection, 10s for an answer."),
         option("--json", is_flag=True, help="Print JSON, one object per line."),
         option("-v", "--verbose", is_flag=True, help="Show the traceback of an error."),
     ]  # fmt: skip
@@ -127,6 +143,26 @@ class Noun(click.Group):
     """A group of commands about one kind of thing."""
 
     command_class = Leaf
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command; a name that does not exist is answered with the nearest one."""
+        found = super().get_command(ctx, cmd_name)
+        if found is None:
+            raise unknown_command(ctx, cmd_name, self.list_commands(ctx))
+        return found
+
+
+# What other tools call a thing.
+_ELSEWHERE = {"show": "info", "describe": "info", "get": "info", "rm": "delete", "remove": "delete", "ls": "list", "subscribe": "consume", "pub": "publish", "sub": "consume", "add": "put"}  # fmt: skip
+
+
+def unknown_command(ctx: click.Context, name: str, known: Sequence[str]) -> click.UsageError:
+    """What to say about a command that does not exist."""
+    elsewhere = _ELSEWHERE.get(name, "")
+    hint = (
+        f"Did you mean {elsewhere!r}? " if elsewhere in known else did_you_mean(name, known)
+    ).strip()
+    return click.UsageError(f"No such command {name!r}. {hint or ''}".rstrip(), ctx)
 
 
 def leaf(name: str, **more: Any) -> Callable[[Callable[..., Any]], Leaf]:

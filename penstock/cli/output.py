@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from penstock.model.quantity import show
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -144,7 +146,7 @@ def show_rows(
         for row in rows:
             print_json(row)
         return
-    headings = [name.removesuffix("_us").replace("_", " ") for name in columns]
+    headings = [_heading(name) for name in columns]
     lines = [[_shown(row, name) for name in columns] for row in rows]
     if not lines:
         note("nothing to show")
@@ -161,15 +163,23 @@ def show_record(invocation: Invocation, record: Mapping[str, Any]) -> None:
         return
     width = max((len(name) for name in record), default=0)
     for name in record:
-        print_text(
-            f"{name.removesuffix('_us').replace('_', ' ').ljust(width)}  {_shown(record, name)}"
-        )
+        print_text(f"{_heading(name).ljust(width)}  {_shown(record, name)}")
+
+
+def _heading(name: str) -> str:
+    """A field's name without its unit: the value says that."""
+    short = name.removesuffix("_us")
+    if not short.endswith("_per_s"):
+        short = short.removesuffix("_s")
+    return short.replace("_", " ")
 
 
 def _shown(row: Mapping[str, Any], name: str) -> str:
     value = row.get(name)
     if name.endswith("_us") and isinstance(value, int):
         return moment(value) or "-"
+    if name.endswith("_s") and isinstance(value, int | float) and not name.endswith("_per_s"):
+        return show(value, "s")
     return cell(plain(value))
 
 

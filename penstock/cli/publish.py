@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -95,6 +97,11 @@ def command(
     plan = Plan(headers=parse_headers(pairs), **options)
     _check_usage(plan, values, files)
     paths = [*files, *values] if plan.many else list(files)
+    if len(values) == 1 and not plan.many and plan.codec is None and Path(values[0]).is_file():
+        raise click.UsageError(
+            f"{values[0]!r} is a file here. Publish what is in it with --file {shlex.quote(values[0])}, or "
+            "this text with --codec raw"
+        )
     direct = None if plan.many or not values else values[0].encode(errors="surrogateescape")
     check_sources(paths)
     if direct is None and not paths:

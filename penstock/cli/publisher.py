@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from penstock.cli.intake import Intake, Stretch
-from penstock.model.errors import DecodeFailed
+from penstock.model.errors import DecodeFailed, InvalidInput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -167,6 +167,11 @@ class Publisher:
 
     async def send_one(self, stretch: Stretch) -> None:
         """Publish one event with everything the options say."""
+        if stretch.source == "stdin" and not stretch.pieces[0]:
+            raise InvalidInput(
+                "nothing came in on stdin, so nothing was published. Give a VALUE ('' is an empty event), "
+                "or --file"
+            )
         values, codec = self.plan.values(stretch)
         self.tally.pending = 1
         self.receipt = await self._publish(values[0], codec, None)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli import output
+from penstock.cli import exits, output
 from penstock.cli.complete import complete_topic
 from penstock.cli.invocation import Invocation, leaf
 from penstock.cli.view import FORMAT_HELP, renderer
@@ -55,4 +55,7 @@ def command(invocation: Invocation, pattern: str, start: Any, since: Any, limit:
                 sys.stdout.flush()
                 left = None if left is None else left - 1
 
-    look(invocation, work)
+    try:
+        look(invocation, work)
+    except KeyboardInterrupt:  # how a tail usually ends: nothing to complain about
+        raise click.exceptions.Exit(exits.INTERRUPTED) from None

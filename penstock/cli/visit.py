@@ -58,8 +58,8 @@ async def _with_bus(
 def _tell_of_silence(url: str, settings: Settings) -> None:
     """A folder is opened by ourselves, however long it takes."""
     if is_broker(url):
-        deadline_s = settings.client.deadline_s
-        output.note(f"no broker has answered at {url} yet; trying for {deadline_s:g} s")
+        limit_s = settings.client.connect_s or settings.client.deadline_s
+        output.note(f"no broker has answered at {url} yet; trying for {limit_s:g} s (--timeout)")
 
 
 def _require_folder(url: str) -> None:

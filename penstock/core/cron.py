@@ -221,7 +221,7 @@ def _join(day: date, minute: int) -> int:
 def _invalid(text: str, why: str) -> InvalidSchedule:
     return InvalidSchedule(
         f"cron {text!r} cannot be scheduled: {why}; nothing was stored; "
-        "see docs/reference/scheduling.md for the five fields",
+        "`penstock docs scheduling` describes the five fields",
         expression=text,
         why=why,
     )

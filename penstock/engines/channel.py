@@ -205,15 +205,16 @@ class Channel:
         """Connect; raises when no broker answers in time."""
         self._opened = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._run(), name="penstock-channel")
+        limit_s = self._settings.connect_s or self._settings.deadline_s
         try:
-            async with asyncio.timeout(self._settings.deadline_s):
+            async with asyncio.timeout(limit_s):
                 await asyncio.shield(self._opened)
         except TimeoutError:
             await self.close()
             # A connection that is refused is known as trouble: without any, somebody is silent.
             why = SILENT if self._trouble is None else self._trouble.message
             raise BrokerUnreachable(
-                f"no broker answered within {self._settings.deadline_s:g} s: {why}"
+                f"no broker answered within {limit_s:g} s: {why}"
             ) from self._trouble
         except BaseException:
             await self.close()

@@ -49,7 +49,7 @@ from penstock.engines.topics import Topics
 from penstock.engines.views import known_partition
 from penstock.log.disk import Disk, Lock, read_file, write_file
 from penstock.log.journal import Journal
-from penstock.log.recovery import Recovered, open_for_writing
+from penstock.log.recovery import Recovered, open_for_writing, refuse_foreign
 from penstock.model.batch import EventBatch
 from penstock.model.errors import (
     BusClosed,
@@ -120,6 +120,7 @@ class EmbeddedEngine:
 
     def _take_lock(self) -> Lock:
         self.disk.make_dir("")
+        refuse_foreign(self.disk)
         return self.disk.lock()
 
     async def _start(self) -> None:

@@ -70,6 +70,20 @@ class Recovered(NamedTuple):
     """Event bytes of each tenant in the journal, by the base of the file; empty unless measured."""
 
 
+def refuse_foreign(disk: Disk) -> None:
+    """Refuse a folder with files that are not a bus's; leaves it as it is, without a lock file too."""
+    if disk.exists(ABOUT) or disk.list(FOLDER):
+        return
+    # The process may have died while it made the folder, before its first file had its name.
+    ours = ("lock", STAGING, *FOLDERS, f"{ABOUT}{UNFINISHED}")
+    others = [name for name in disk.list("") if name not in ours]
+    if others:
+        raise NotADataFolder(
+            f"this is no Penstock folder: it holds {others[:3]}. Choose an empty or a new folder",
+            found=others[:10],
+        )
+
+
 def check_folder(disk: Disk, *, write: bool) -> None:
     """Refuse what is no data folder or too new; make a new one when writing."""
     if disk.exists(ABOUT):
@@ -95,14 +109,10 @@ def check_folder(disk: Disk, *, write: bool) -> None:
             f'write {{"format": {FORMAT}}} into it if this is a Penstock folder',
             path=ABOUT,
         )
-    # The process may have died while it made the folder, before its first file had its name.
-    ours = ("lock", STAGING, *FOLDERS, f"{ABOUT}{UNFINISHED}")
-    others = [name for name in disk.list("") if name not in ours]
-    if others or not write:
-        found = f"it holds {others[:3]}" if others else "it is empty"
+    refuse_foreign(disk)
+    if not write:
         raise NotADataFolder(
-            f"this is no Penstock folder: {found}. Choose an empty or a new folder",
-            found=others[:10],
+            "this is no Penstock folder: it is empty. Choose an empty or a new folder", found=[]
         )
     for folder in FOLDERS:
         disk.make_dir(folder)

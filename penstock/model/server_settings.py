@@ -114,6 +114,14 @@ class Client(Group, frozen=True):
             "sent; reconnecting goes on meanwhile."
         ),
     ] = 10.0
+    connect_s: Annotated[
+        float,
+        Meta(ge=0, le=3_600),
+        about(
+            "How long connecting waits for a broker that does not answer yet; 0 is as long as `deadline_s`. "
+            "Commands wait for 2 s."
+        ),
+    ] = 0.0
     linger_ms: Annotated[
         float,
         Meta(ge=0, le=1_000),

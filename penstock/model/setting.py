@@ -57,7 +57,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             except msgspec.ValidationError as error:
                 raise InvalidSettings(
                     f"{type(self).__name__}.{name} = {value!r}: {error}. "
-                    "docs/reference/settings.md lists what is allowed",
+                    "`penstock docs settings` lists what is allowed",
                     key=name,
                     value=value,
                 ) from None

@@ -59,7 +59,7 @@ def document(endpoints: Sequence[Endpoint], others: Iterable[Other]) -> dict[str
             "title": "Penstock admin API",
             "version": API_VERSION,
             "description": "The operations of the command line, with the same rules. "
-            "docs/reference/admin-api.md has examples.",
+            "`penstock docs admin-api` has examples.",
         },
         "paths": paths,
         "components": {

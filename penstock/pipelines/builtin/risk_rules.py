@@ -2,7 +2,7 @@
 
 A rule has a tag, a severity, the kinds of evidence it looks at, and conditions: every one of `all`
 and, where there are any, one of `any` must hold. A condition on a field that is absent does not
-hold. docs/guide/pipelines/risk-tags.md describes the file.
+hold. `penstock docs risk-tags` describes the file.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def parse(data: bytes, name: str = "rules") -> RuleSet:
     >>> parse(b'{"format": 1, "rules": [{"tag": "x"}]}')
     Traceback (most recent call last):
     penstock.model.errors.InvalidSettings: rules: Object missing required field `severity` - at \
-`$.rules[0]`. Nothing ran; docs/guide/pipelines/risk-tags.md describes the file [invalid.settings]
+`$.rules[0]`. Nothing ran; `penstock docs risk-tags` describes the file [invalid.settings]
     """
     try:
         found = msgspec.json.decode(data, type=RuleSet)
@@ -130,7 +130,7 @@ def parse(data: bytes, name: str = "rules") -> RuleSet:
 
 def _wrong(name: str, problem: str) -> InvalidSettings:
     return InvalidSettings(
-        f"{name}: {problem}. Nothing ran; docs/guide/pipelines/risk-tags.md describes the file",
+        f"{name}: {problem}. Nothing ran; `penstock docs risk-tags` describes the file",
         file=name,
     )
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,8 @@ from penstock.cli.exits import _BY_FAMILY, MEANINGS, exit_code
 from penstock.cli.reference import reference
 from penstock.model import errors
 
-PAGE = Path(__file__).parents[3] / "docs" / "reference" / "cli.md"
+ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "docs" / "reference" / "cli.md"
 
 
 def test_the_reference_page_is_the_command_tree():
@@ -231,3 +235,41 @@ def test_data_cannot_take_over_the_terminal(cli):
     assert "\x1b[2J" not in text
     assert "\\x1b[2J" in text
     assert "[red]x[/red]" in text
+
+
+def test_docs_come_along_and_can_be_searched(cli: Any) -> None:
+    """Y13: who installed by pip has the pages that error texts name."""
+    listed = {row["page"] for row in cli.ok("docs", "--json").rows}
+    assert {"getting-started", "errors", "capabilities", "settings", "risk-tags"} <= listed
+    found = cli.ok("docs", "errors", "refused.unsupported").text
+    assert "`refused.unsupported`" in found
+    assert "refused.write-once" not in found
+    assert "Did you mean 'errors'?" in cli("docs", "erors").stderr
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    shipped = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    assert shipped == {f"docs/{name}": f"penstock/docs/{name}" for name in ("guide", "reference")}
+
+
+def test_texts_for_users_name_no_file_of_the_source_tree() -> None:
+    """Y13: `penstock docs PAGE` shows it everywhere; docs/reference/PAGE.md is only in a checkout."""
+    wrong = []
+    for path in (ROOT / "penstock").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        documented = {
+            id(node.body[0].value)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            and node.body
+            and isinstance(node.body[0], ast.Expr)
+        }
+        attribute_docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                named = re.findall(r"docs/(?:guide|reference)/[a-z-]+\.md", node.value)
+                if named and id(node) not in documented | attribute_docs:
+                    wrong.append((path.name, node.lineno, named))
+    assert [each for each in wrong if each[0] not in PRINTERS] == []
+
+
+PRINTERS = {"schema.py"}
+"""What they print is itself a file of docs/reference."""
