@@ -16,8 +16,7 @@ run: setup      ## run the main job: a broker, sample producers, the risk-tag pi
 	@$(PYTHON_BIN) -m penstock.cli showcase $(if $(FOR),--for $(FOR))
 
 test: setup     ## run all tests
-	@$(PYTHON_BIN) -m pytest -n $(JOBS) --dist worksteal --ignore tests/pipelines
-	@$(PYTHON_BIN) -m pytest tests/pipelines   # one Spark session for all, with both cores
+	@JOBS=$(JOBS) $(PYTHON_BIN) tools/test
 
 check: setup    ## formatting, lint and strict types
 	@.venv/bin/ruff format --check penstock pyspark_penstock tests examples
