@@ -5,12 +5,23 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 
 from penstock.model.codec import codecs
 from penstock.model.errors import InvalidInput, NotLeased
+from penstock.model.parameter import (
+    MAX_SPAN_S,
+    MAX_TEXT_CHARACTERS,
+    Seconds,
+    encodable,
+    refused,
+    seconds,
+    text,
+)
+from penstock.model.topic import MAX_WORD_BYTES
 
 if TYPE_CHECKING:
     from penstock.model.batch import EventBatch
@@ -53,7 +64,7 @@ class Identity(msgspec.Struct, frozen=True):
     'acme'
     """
 
-    tenant: str = "default"
+    tenant: Annotated[str, partial(text, least=1, most=MAX_WORD_BYTES)] = "default"
     subject: str = "local"
     roles: tuple[str, ...] = ()
 

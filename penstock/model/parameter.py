@@ -7,7 +7,6 @@ form that the engines know, or raises InvalidInput with the sentence "<parameter
 
 from __future__ import annotations
 
-import math
 import re
 import types
 import typing
@@ -42,6 +41,7 @@ MAX_TOPIC_CHARACTERS = 255
 MAX_NAME_CHARACTERS = 128  # of a client, group or member: they stand in every lease of the journal
 MAX_ID_CHARACTERS = 300  # of a message: a topic of full length, a partition and an offset fit
 MAX_TEXT_CHARACTERS = 4_096  # of an actor or a reason: they stand in the audit chain for ever
+MAX_IDS = 1_000  # in one request: each is a commit of its own, so this takes a second or two
 MAX_ITEMS = 1_000_000  # of a list in one request
 SHOWN_CHARACTERS = 80  # of a wrong value in its error, so that a hostile one cannot flood a log
 
@@ -256,9 +256,15 @@ def texts(parameter: str, value: Any, *, most: int = 1_024) -> dict[str, str]:
 
 
 def many(
-    parameter: str, value: Any, *, item: Converter, least: int = 0, most: int = MAX_ITEMS
-) -> list[Any]:
-    """Several values of one kind, each converted.
+    parameter: str,
+    value: Any,
+    *,
+    item: Converter,
+    least: int = 0,
+    most: int = MAX_ITEMS,
+    make: Callable[[Iterable[Any]], Any] = list,
+) -> Any:
+    """Several values of one kind, each converted, as a list or what `make` makes of them.
 
     >>> many("ids", ("a", "b"), item=text)
     ['a', 'b']
@@ -270,7 +276,7 @@ def many(
     found = list(islice(value, most + 1))
     if not least <= len(found) <= most:
         raise refused(parameter, f"a list of {least} to {most} values", value)
-    return [item(f"{parameter}[{at}]", each) for at, each in enumerate(found)]
+    return make(item(f"{parameter}[{at}]", each) for at, each in enumerate(found))
 
 
 # -- times and places ------------------------------------------------------------------------------
@@ -393,7 +399,7 @@ def converter(hint: Any) -> Converter:
     if origin is Literal:
         return partial(choice, allowed=arguments)
     if origin in (list, tuple) and arguments:
-        return _several(origin, converter(arguments[0]))
+        return partial(many, item=converter(arguments[0]), make=origin)
     if origin is dict and arguments == (str, str):
         return texts
     if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
@@ -402,6 +408,11 @@ def converter(hint: Any) -> Converter:
     if hint in simple:
         return simple[hint]
     raise TypeError(f"{hint} has no converter; annotate it with one of penstock.model.parameter")
+
+
+def untouched(parameter: str, value: Any) -> Any:
+    """What callers cannot give: taken as it is."""
+    return value
 
 
 def _converts(annotation: Any) -> bool:
@@ -418,17 +429,19 @@ def _optional(parameter: str, value: Any, *, convert: Converter) -> Any:
     return None if value is None else convert(parameter, value)
 
 
-def _several(origin: type, item: Converter) -> Converter:
-    if origin is list:
-        return partial(many, item=item)
-    return partial(_tuple, item=item)
-
-
-def _tuple(parameter: str, value: Any, *, item: Converter) -> tuple[Any, ...]:
-    return tuple(many(parameter, value, item=item))
-
-
 def _struct(parameter: str, value: Any, *, kind: type[msgspec.Struct]) -> msgspec.Struct:
     if not isinstance(value, kind):
         raise refused(parameter, f"a penstock {kind.__name__}", value)
     return checked(value)
+
+
+# -- the types of fields ---------------------------------------------------------------------------
+
+TopicName = Annotated[str, partial(text, least=1, most=MAX_TOPIC_CHARACTERS)]
+"""A topic or a pattern; its grammar is checked where a topic is made."""
+GroupName = Annotated[str, partial(text, least=1, most=MAX_NAME_CHARACTERS)]
+Id = Annotated[str, partial(text, least=1, most=MAX_ID_CHARACTERS)]
+Ids = Annotated[list[str], partial(many, item=text, most=MAX_IDS)]
+Number = Annotated[int, partial(count, least=-INT64)]
+Partition = Annotated[int, partial(count, most=(1 << 31) - 1)]
+Span = Annotated[float, seconds]
