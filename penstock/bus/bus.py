@@ -119,7 +119,7 @@ class Bus:
     async def ask(self, request: Request) -> Any:
         """Send an administrative request to the engine."""
         self._check_open()
-        return await self.engine.ask(request)
+        return await self.engine.ask(checked(request))
 
     @staticmethod
     def wall_us() -> int:

@@ -16,7 +16,7 @@ import msgspec
 
 from penstock.core.routing import RouteTree
 from penstock.model.errors import Corrupted, FormatTooNew, InvalidInput, UnknownRoute
-from penstock.model.parameter import TopicName, count, text
+from penstock.model.parameter import Name, count, text
 from penstock.model.topic import MAX_WORD_BYTES, check_pattern, precedence
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Route(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     'fanout'
     """
 
-    pattern: TopicName
+    pattern: Name
     destination: Annotated[str, partial(text, least=1, most=MAX_DESTINATION_BYTES)]
     type: RouteType = "fanout"
     priority: Annotated[int, partial(count, least=-MAX_PRIORITY, most=MAX_PRIORITY)] = 0

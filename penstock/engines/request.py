@@ -15,13 +15,12 @@ from penstock.core.schedule import MAX_DURATION_US, MIN_EVERY_US
 from penstock.engines.engine import Request
 from penstock.model.page import MAX_SKIP
 from penstock.model.parameter import (
-    GroupName,
     Id,
     Ids,
+    Name,
     Number,
     Partition,
     Span,
-    TopicName,
     count,
     engine_place,
 )
@@ -36,20 +35,20 @@ class ListTopics(Request, frozen=True):
 class DescribeTopic(Request, frozen=True):
     """One topic with its partitions."""
 
-    topic: TopicName
+    topic: Name
 
 
 class CreateTopic(Request, frozen=True):
     """Make a topic."""
 
-    topic: TopicName
+    topic: Name
     spec: TopicSpec
 
 
 class ConfigureTopic(Request, frozen=True):
     """Change what is configured for a topic; None leaves a setting as it is."""
 
-    topic: TopicName
+    topic: Name
     partitions: Partitions | None = None
     retention_age_s: Span | None = None
     retention_bytes: RetentionBytes | None = None
@@ -60,14 +59,14 @@ class ConfigureTopic(Request, frozen=True):
 class DeleteTopic(Request, frozen=True):
     """Remove a topic and its events."""
 
-    topic: TopicName
+    topic: Name
     actor: str = "local"
 
 
 class FindOffset(Request, frozen=True):
     """The first offset appended at or after a time."""
 
-    topic: TopicName
+    topic: Name
     partition: Partition
     time_us: Number
 
@@ -85,22 +84,22 @@ class ListGroups(Request, frozen=True):
 class DescribeGroup(Request, frozen=True):
     """One group with its lanes."""
 
-    group: GroupName
+    group: Name
 
 
 class ResetGroup(Request, frozen=True):
     """Move a group: to "earliest", "latest", an offset ("offset:42") or a time ("time:MICROSECONDS")."""
 
-    group: GroupName
+    group: Name
     to: Annotated[str, engine_place]
-    topic: TopicName | None = None
+    topic: Name | None = None
     actor: str = "local"
 
 
 class DeleteGroup(Request, frozen=True):
     """Forget a group and its cursors."""
 
-    group: GroupName
+    group: Name
     actor: str = "local"
 
 
@@ -108,7 +107,7 @@ class ListDead(Request, frozen=True):
     """Dead letters, newest first."""
 
     consumer: str | None = None
-    topic: TopicName | None = None
+    topic: Name | None = None
     tenant: str | None = None
     limit: Annotated[int, partial(count, least=1, most=MAX_SKIP)] = 100
     everything: bool = False
@@ -137,7 +136,7 @@ class Quarantine(Request, frozen=True):
 
     id: Id
     consumer: str
-    topic: TopicName
+    topic: Name
     actor: str
     reason: str
     payload: bytes | None = None
@@ -186,7 +185,7 @@ class PutRoute(Request, frozen=True):
 class RemoveRoute(Request, frozen=True):
     """Drop a route."""
 
-    pattern: TopicName
+    pattern: Name
     destination: str
     actor: str = "local"
 
@@ -194,7 +193,7 @@ class RemoveRoute(Request, frozen=True):
 class SwitchRoute(Request, frozen=True):
     """Enable or disable a route."""
 
-    pattern: TopicName
+    pattern: Name
     destination: str
     enabled: bool
     actor: str = "local"
@@ -203,7 +202,7 @@ class SwitchRoute(Request, frozen=True):
 class ResolveRoute(Request, frozen=True):
     """The routes an event of a topic takes."""
 
-    topic: TopicName
+    topic: Name
     tenant: str | None = None
 
 
@@ -215,7 +214,7 @@ class PutSchedule(Request, frozen=True):
     """Define a recurring event."""
 
     id: Id
-    topic: TopicName
+    topic: Name
     payload: bytes
     codec: str
     headers: dict[str, str] = {}

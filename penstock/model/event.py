@@ -13,12 +13,6 @@ import msgspec
 from penstock.model.codec import codecs
 from penstock.model.errors import InvalidInput, NotLeased
 from penstock.model.parameter import (
-    MAX_SPAN_S,
-    MAX_TEXT_CHARACTERS,
-    Seconds,
-    encodable,
-    refused,
-    seconds,
     text,
 )
 from penstock.model.topic import MAX_WORD_BYTES

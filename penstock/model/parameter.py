@@ -50,6 +50,7 @@ _MICROSECOND = timedelta(microseconds=1)
 _SINCE_EPOCH = re.compile(r"@([0-9]{1,12}(?:\.[0-9]{1,6})?)")
 _OFFSET = re.compile(r"offset:([0-9]{1,18})")
 _TIME = re.compile(r"time:(-?[0-9]{1,18})")
+_FIELD = re.compile(r"\.(\w+(?:\[[^\]]*\])*)`$")
 _MOMENT = "a datetime, text such as '2026-01-31T09:00:00Z' or '@1767225600'"
 _NO_NUMBER = "; a plain number could be an offset or a time"
 
@@ -360,6 +361,23 @@ def _number_hint(value: Any) -> str:
     return _NO_NUMBER if number or digits else ""
 
 
+def wrong_type(error: msgspec.ValidationError) -> InvalidInput:
+    """The error for a message from outside in which a field has a wrong type.
+
+    >>> try:
+    ...     msgspec.convert({"ids": 7}, msgspec.defstruct("Wish", [("ids", list[str])]))
+    ... except msgspec.ValidationError as error:
+    ...     print(wrong_type(error).message)
+    ids is of a wrong type: Expected `array`, got `int`
+    """
+    problem, _, path = str(error).partition(" - at `$")
+    named = _FIELD.search(path)
+    parameter = named[1] if named else "the message"
+    return InvalidInput(
+        f"{parameter} is of a wrong type: {problem}", parameter=parameter, expected=problem
+    )
+
+
 # -- requests --------------------------------------------------------------------------------------
 
 
@@ -437,8 +455,8 @@ def _struct(parameter: str, value: Any, *, kind: type[msgspec.Struct]) -> msgspe
 
 # -- the types of fields ---------------------------------------------------------------------------
 
-TopicName = Annotated[str, partial(text, least=1, most=MAX_TOPIC_CHARACTERS)]
-"""A topic or a pattern; its grammar is checked where a topic is made."""
+Name = Annotated[str, partial(text, least=1, most=MAX_TOPIC_CHARACTERS)]
+"""A topic, a pattern or a group that a request is about; grammars are checked where one is made."""
 GroupName = Annotated[str, partial(text, least=1, most=MAX_NAME_CHARACTERS)]
 Id = Annotated[str, partial(text, least=1, most=MAX_ID_CHARACTERS)]
 Ids = Annotated[list[str], partial(many, item=text, most=MAX_IDS)]

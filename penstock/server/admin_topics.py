@@ -6,9 +6,8 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from penstock.core.entry import TopicSpec
+from penstock.core.entry import MAX_TOPIC_PARTITIONS, TopicSpec
 from penstock.engines import request as ask
-from penstock.engines.administration import MAX_PARTITIONS
 from penstock.engines.views import TopicInfo
 from penstock.model.errors import InvalidInput
 from penstock.model.setting import Size, Span
@@ -27,7 +26,7 @@ from penstock.server.admin_endpoint import (
 )
 
 PATH = "/api/admin/topics"
-Partitions = Annotated[int, Meta(ge=1, le=MAX_PARTITIONS)]
+Partitions = Annotated[int, Meta(ge=1, le=MAX_TOPIC_PARTITIONS)]
 
 
 class TopicQuery(Paging, frozen=True):
