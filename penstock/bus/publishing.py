@@ -125,7 +125,9 @@ class Drafting:
             draft = self._list(topic, values, tenant, codec, keys, headers)
         number = draft.count
         if tokens is not None:
-            draft.tokens = [parse_token(token) for token in column("tokens", tokens, number)]
+            draft.tokens = [
+                parse_token(each, "tokens") for each in column("tokens", tokens, number)
+            ]
         elif idempotency_keys is not None:
             own = column("idempotency_keys", idempotency_keys, number)
             draft.tokens = [key_token("idempotency_keys", each) for each in own]

@@ -95,7 +95,7 @@ def count(parameter: str, value: Any, *, least: int = 0, most: int = INT64) -> i
     >>> count("partitions", 2, least=1)
     2
     """
-    if type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool)):
+    if type(value) is int or (type(value) is not bool and isinstance(value, Integral)):
         number = int(value)
         if least <= number <= most:
             return number
@@ -128,7 +128,7 @@ def _in_seconds(value: Any) -> float | None:
     if type(value) is float:
         return value
     try:
-        if isinstance(value, Real) and not isinstance(value, bool):
+        if type(value) is not bool and isinstance(value, Real):
             return float(value)
         if isinstance(value, timedelta):
             return value / _MICROSECOND / 1e6
@@ -356,7 +356,7 @@ def engine_place(parameter: str, value: Any) -> str:
 
 
 def _number_hint(value: Any) -> str:
-    number = isinstance(value, Real) and not isinstance(value, bool)
+    number = type(value) is not bool and isinstance(value, Real)
     digits = isinstance(value, str) and value.strip().lstrip("-").replace(".", "", 1).isdecimal()
     return _NO_NUMBER if number or digits else ""
 

@@ -15,12 +15,15 @@ BYTES = {
     **{"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50},
 }
 SPANS_MS = {
-    name: Decimal(factor)
-    for name, factor in {
-        "us": "0.001", "ms": 1, "s": 1_000, "m": 60_000, "min": 60_000, "h": 3_600_000,
-        "d": 86_400_000, "w": 604_800_000,
-    }.items()
-}  # fmt: skip
+    "us": Decimal("0.001"),
+    "ms": Decimal(1),
+    "s": Decimal(1_000),
+    "m": Decimal(60_000),
+    "min": Decimal(60_000),
+    "h": Decimal(3_600_000),
+    "d": Decimal(86_400_000),
+    "w": Decimal(604_800_000),
+}
 SHOWN_SPANS = ("ms", "s", "min", "h", "d")
 
 # 18 digits hold every size and time there is and keep the arithmetic small.
