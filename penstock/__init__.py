@@ -35,8 +35,11 @@ if typing.TYPE_CHECKING:
     from penstock.bus.subscription import Subscription
     from penstock.bus.sync import SyncBus, connect_sync
     from penstock.bus.transaction import Transaction
+    from penstock.core.audit import AuditRecord
     from penstock.core.catalogue import Route
     from penstock.core.retry import Retry
+    from penstock.core.state import DeadLetter
+    from penstock.engines.views import GroupInfo, TopicInfo
     from penstock.model.batch import EventBatch
     from penstock.model.event import Event, Identity, MessageId, Receipt
     from penstock.model.settings import Settings
@@ -46,9 +49,12 @@ __version__ = "0.1.0"
 
 # Loaded on first use: the command line answers `--version` and `--help` without loading Arrow.
 _HOMES = {
+    "AuditRecord": "penstock.core.audit",
     "Bus": "penstock.bus.bus",
+    "DeadLetter": "penstock.core.state",
     "Event": "penstock.model.event",
     "EventBatch": "penstock.model.batch",
+    "GroupInfo": "penstock.engines.views",
     "Identity": "penstock.model.event",
     "MessageId": "penstock.model.event",
     "Receipt": "penstock.model.event",
@@ -59,6 +65,7 @@ _HOMES = {
     "Settings": "penstock.model.settings",
     "Subscription": "penstock.bus.subscription",
     "SyncBus": "penstock.bus.sync",
+    "TopicInfo": "penstock.engines.views",
     "Transaction": "penstock.bus.transaction",
     "connect": "penstock.bus.connect",
     "connect_sync": "penstock.bus.sync",
@@ -66,9 +73,12 @@ _HOMES = {
 }
 
 __all__ = [
+    "AuditRecord",
     "Bus",
+    "DeadLetter",
     "Event",
     "EventBatch",
+    "GroupInfo",
     "Identity",
     "MessageId",
     "Receipt",
@@ -79,6 +89,7 @@ __all__ = [
     "Settings",
     "Subscription",
     "SyncBus",
+    "TopicInfo",
     "Transaction",
     "connect",
     "connect_sync",

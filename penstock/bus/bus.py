@@ -6,14 +6,13 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from datetime import datetime
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from penstock.bus import tracing
 from penstock.bus.desk import Audit, DeadLetters, Groups, Routes, Schedules, Topics
 from penstock.bus.handler import Handler
-from penstock.bus.publishing import Drafting, Key, Times, When, due_us, span_us, when_us
+from penstock.bus.publishing import MIN_TTL_S, Drafting, Key, Token, due_us
 from penstock.bus.replaying import Window, replay_batches
 from penstock.bus.requests import Requests
 from penstock.bus.subscription import Subscription
@@ -24,16 +23,29 @@ from penstock.core.retry import Retry
 from penstock.engines import request as ask
 from penstock.engines.engine import Draft, Engine, Request, Subscribe
 from penstock.model.batch import EventBatch
-from penstock.model.errors import BusClosed, InvalidInput, Unsupported
+from penstock.model.errors import BusClosed, Unsupported
 from penstock.model.event import Event, Identity, Receipt
+from penstock.model.parameter import (
+    MAX_NAME_CHARACTERS,
+    Moment,
+    Seconds,
+    checked,
+    count,
+    microseconds,
+    place,
+    refused,
+    seconds,
+    text,
+)
 from penstock.model.settings import Settings
 from penstock.model.topic import check_pattern
 
 F = TypeVar("F", bound=Callable[..., Any])
-MODES = ("queue", "log")
-ORDERS = {"any": None, "key": "key-order", "single": "single-active"}
+NEEDED = {"any": None, "key": "key-order", "single": "single-active"}
+"""The capability that each order needs."""
 # Events prefetched for a handler beyond those it works on: enough to hide a commit.
 HANDLER_PREFETCH = 256
+MAX_CONCURRENCY = 10_000  # tasks of one handler
 
 
 class Bus:
@@ -119,7 +131,7 @@ class Bus:
     async def ask(self, request: Request) -> Any:
         """Send an administrative request to the engine."""
         self._check_open()
-        return await self.engine.ask(request)
+        return await self.engine.ask(checked(request))
 
     @staticmethod
     def wall_us() -> int:
@@ -135,12 +147,12 @@ class Bus:
         *,
         key: Key = None,
         headers: Mapping[str, str] | None = None,
-        token: Any = None,
+        token: Token | None = None,
         idempotency_key: str | None = None,
-        event_time: Times = None,
-        delay_s: float | None = None,
-        deliver_at: datetime | str | float | None = None,
-        ttl_s: float | None = None,
+        event_time: Moment | None = None,
+        delay_s: Seconds | None = None,
+        deliver_at: Moment | None = None,
+        ttl_s: Seconds | None = None,
         priority: int = 0,
         codec: str | None = None,
         partition: int | None = None,
@@ -163,12 +175,12 @@ class Bus:
         *,
         key: Key = None,
         headers: Mapping[str, str] | None = None,
-        token: Any = None,
+        token: Token | None = None,
         idempotency_key: str | None = None,
-        event_time: Times = None,
-        delay_s: float | None = None,
-        deliver_at: datetime | str | float | None = None,
-        ttl_s: float | None = None,
+        event_time: Moment | None = None,
+        delay_s: Seconds | None = None,
+        deliver_at: Moment | None = None,
+        ttl_s: Seconds | None = None,
         priority: int = 0,
         codec: str | None = None,
         partition: int | None = None,
@@ -177,24 +189,25 @@ class Bus:
         draft = self.drafting.one(
             topic, value, key=key, headers=headers, token=token, idempotency_key=idempotency_key,
             event_time=event_time, expires_us=self._expires(ttl_s), priority=priority, codec=codec,
+            partition=partition,
         )  # fmt: skip
-        draft.partition = partition
+        return self._delayed(draft, delay_s, deliver_at)
+
+    def _delayed(self, draft: Draft, delay_s: Seconds | None, deliver_at: Moment | None) -> Draft:
         if delay_s is not None or deliver_at is not None:
             self.need("delayed")
             draft.deliver_at_us = due_us(delay_s, deliver_at, self.wall_us())
-        if priority:
+        if draft.priority is not None:
             self.need("priority")
         if draft.tokens is not None:
             self.need("idempotency")
         return draft
 
-    def _expires(self, ttl_s: float | None) -> int | None:
+    def _expires(self, ttl_s: Seconds | None) -> int | None:
         if ttl_s is None:
             return None
         self.need("ttl")
-        if ttl_s <= 0:
-            raise InvalidInput(f"ttl_s is above zero, not {ttl_s}", ttl_s=ttl_s)
-        return self.wall_us() + span_us("ttl_s", ttl_s)
+        return self.wall_us() + microseconds("ttl_s", ttl_s, least=MIN_TTL_S)
 
     async def publish_many(
         self,
@@ -203,10 +216,12 @@ class Bus:
         *,
         keys: Sequence[Key] | None = None,
         headers: Sequence[Mapping[str, str] | None] | None = None,
-        tokens: Sequence[Any] | None = None,
+        tokens: Sequence[Token] | None = None,
         idempotency_keys: Sequence[str] | None = None,
-        event_times: Sequence[Times] | None = None,
-        ttl_s: float | None = None,
+        event_times: Sequence[Moment | None] | None = None,
+        delay_s: Seconds | None = None,
+        deliver_at: Moment | None = None,
+        ttl_s: Seconds | None = None,
         priorities: Sequence[int] | None = None,
         codec: str | None = None,
         partition: int | None = None,
@@ -215,8 +230,9 @@ class Bus:
         self._check_open()
         draft = self.draft_many(
             topic, values, keys=keys, headers=headers, tokens=tokens,
-            idempotency_keys=idempotency_keys, event_times=event_times, ttl_s=ttl_s,
-            priorities=priorities, codec=codec, partition=partition,
+            idempotency_keys=idempotency_keys, event_times=event_times, delay_s=delay_s,
+            deliver_at=deliver_at, ttl_s=ttl_s, priorities=priorities, codec=codec,
+            partition=partition,
         )  # fmt: skip
         if tracing.tracer is not None:
             return await tracing.publish(self.engine, draft, self.settings.limits)
@@ -229,10 +245,12 @@ class Bus:
         *,
         keys: Sequence[Key] | None = None,
         headers: Sequence[Mapping[str, str] | None] | None = None,
-        tokens: Sequence[Any] | None = None,
+        tokens: Sequence[Token] | None = None,
         idempotency_keys: Sequence[str] | None = None,
-        event_times: Sequence[Times] | None = None,
-        ttl_s: float | None = None,
+        event_times: Sequence[Moment | None] | None = None,
+        delay_s: Seconds | None = None,
+        deliver_at: Moment | None = None,
+        ttl_s: Seconds | None = None,
         priorities: Sequence[int] | None = None,
         codec: str | None = None,
         partition: int | None = None,
@@ -242,13 +260,9 @@ class Bus:
             topic, values, keys=keys, headers=headers, tokens=tokens,
             idempotency_keys=idempotency_keys, event_times=event_times,
             expires_us=self._expires(ttl_s), priorities=priorities, codec=codec,
+            partition=partition,
         )  # fmt: skip
-        draft.partition = partition
-        if priorities is not None:
-            self.need("priority")
-        if draft.tokens is not None:
-            self.need("idempotency")
-        return draft
+        return self._delayed(draft, delay_s, deliver_at)
 
     def transaction(self, *, idempotency_key: str | None = None) -> Transaction:
         """Publishes, acks and cursors that happen together or not at all; with a key, at most once."""
@@ -269,47 +283,47 @@ class Bus:
         *,
         group: str | None = None,
         mode: str = "queue",
-        start: When | None = None,
+        start: Moment | None = None,
         max_inflight: int | None = None,
         order: str = "any",
         filter: Mapping[str, str] | None = None,
         retry: Retry | None = None,
-        lease_s: float | None = None,
+        lease_s: Seconds | None = None,
         member: str | None = None,
         assignment: Strategy = "sticky",
     ) -> Subscription:
-        """Receive events of a pattern; without a group, as a listener of its own."""
+        """Receive events of a pattern; without a group, as a listener of its own.
+
+        `start` is "earliest", "latest", an offset ("offset:42"), a time, or how long ago ("2h").
+        """
         check_pattern(pattern)
-        if mode not in MODES or order not in ORDERS:
-            raise InvalidInput(
-                f"mode is one of {MODES} and order one of {tuple(ORDERS)}", mode=mode, order=order
-            )
-        if (needed := ORDERS[order]) is not None:
-            self.need(needed)
-        if filter:
-            self.need("filters")
         delivery = self.settings.delivery
         default_retry = Retry(delivery.ladder_ms, delivery.max_attempts)
         alone = group is None
         name = group if group is not None else f"_listener.{uuid.uuid4().hex}"
-        _check_group(name, alone)
         if start is None:
             start = "latest" if alone else "earliest"
         spec = GroupSpec(
             patterns=(pattern,),
             mode=mode,
             order=order,
-            retry=retry or default_retry,
-            lease_s=delivery.lease_s if lease_s is None else lease_s,
-            filter=dict(filter or {}),
-            start=self.place(start),
+            retry=default_retry if retry is None else retry,
+            lease_s=delivery.lease_s if lease_s is None else lease_s,  # type: ignore[arg-type]
+            filter={} if filter is None else filter,  # type: ignore[arg-type]
+            start=place("start", start, self.wall_us()),
             ephemeral=alone,
             assignment=assignment,
         )
         inflight = delivery.max_inflight if max_inflight is None else max_inflight
-        if inflight < 1 or spec.lease_s <= 0:
-            raise InvalidInput("max_inflight is at least 1 and lease_s above zero")
-        wanted = Subscribe(name, spec, member or uuid.uuid4().hex, inflight, self.identity)
+        member = uuid.uuid4().hex if member is None else member
+        wanted = checked(Subscribe(name, spec, member, inflight, self.identity))
+        if name.startswith("_") and not alone:
+            raise refused("group", "a name that does not begin with '_'", name)
+        if (needed := NEEDED[wanted.spec.order]) is not None:
+            self.need(needed)
+        if wanted.spec.filter:
+            self.need("filters")
+        mode = wanted.spec.mode
 
         async def open_feed() -> Any:
             self._check_open()
@@ -321,14 +335,6 @@ class Bus:
 
         return Subscription(mode, open_feed, after_close)
 
-    def place(self, where: When) -> str:
-        """A starting point in the engine's words."""
-        if where in ("earliest", "latest"):
-            return str(where)
-        if isinstance(where, int) and not isinstance(where, bool):
-            return f"offset:{where}"
-        return f"time:{when_us(where, self.wall_us())}"
-
     def handler(
         self,
         pattern: str,
@@ -336,30 +342,35 @@ class Bus:
         group: str,
         concurrency: int = 1,
         retry: Retry | None = None,
-        timeout_s: float | None = None,
+        timeout_s: Seconds | None = None,
         order: str = "any",
         filter: Mapping[str, str] | None = None,
-        start: When | None = None,
+        start: Moment | None = None,
         max_inflight: int | None = None,
-        lease_s: float | None = None,
+        lease_s: Seconds | None = None,
     ) -> Callable[[F], F]:
         """Call the decorated function with each event: returning acks, raising retries."""
-        check_pattern(pattern)
-        inflight = max_inflight or max(
-            concurrency, min(HANDLER_PREFETCH, self.settings.delivery.max_inflight)
-        )
-        lease = self.settings.delivery.lease_s if lease_s is None else lease_s
+        group = text("group", group, least=1, most=MAX_NAME_CHARACTERS)
+        concurrency = count("concurrency", concurrency, least=1, most=MAX_CONCURRENCY)
+        if max_inflight is None:
+            most = min(HANDLER_PREFETCH, self.settings.delivery.max_inflight)
+            max_inflight = max(concurrency, most)
+        if lease_s is None:
+            lease_s = self.settings.delivery.lease_s
+        timeout = seconds("timeout_s", lease_s if timeout_s is None else timeout_s)
 
         def open_subscription() -> Subscription:
             return self.subscribe(
                 pattern, group=group, retry=retry, order=order, filter=filter, start=start,
-                max_inflight=inflight, lease_s=lease,
+                max_inflight=max_inflight, lease_s=lease_s,
             )  # fmt: skip
+
+        open_subscription()  # a wrong value is refused here, not when the handler starts
 
         def register(function: F) -> F:
             handler = Handler(
                 self, function, open_subscription, concurrency=concurrency,
-                timeout_s=lease if timeout_s is None else timeout_s,
+                timeout_s=timeout,
             )  # fmt: skip
             self._handlers.append(handler)
             if self._state == "open":
@@ -389,8 +400,8 @@ class Bus:
         self,
         pattern: str,
         *,
-        since: When | None = None,
-        until: When | None = None,
+        since: Moment | None = None,
+        until: Moment | None = None,
         from_offset: int | None = None,
         to_offset: int | None = None,
         partition: int | None = None,
@@ -411,8 +422,8 @@ class Bus:
         self,
         pattern: str,
         *,
-        since: When | None = None,
-        until: When | None = None,
+        since: Moment | None = None,
+        until: Moment | None = None,
         from_offset: int | None = None,
         to_offset: int | None = None,
         partition: int | None = None,
@@ -430,7 +441,7 @@ class Bus:
         topic: str,
         value: Any,
         *,
-        timeout_s: float = 5.0,
+        timeout_s: Seconds = 5.0,
         type: Any = None,
         headers: Mapping[str, str] | None = None,
         key: Key = None,
@@ -438,15 +449,9 @@ class Bus:
         """Publish a request and wait for what its handler returns."""
         self._check_open()
         self.need("request-reply")
-        return await self._requests.ask(topic, value, timeout_s, type, headers, key)
+        timeout = seconds("timeout_s", timeout_s, least=MIN_TTL_S)
+        return await self._requests.ask(topic, value, timeout, type, headers, key)
 
     async def reply(self, request: Event, value: Any) -> None:
         """Answer a request; handlers do this with what they return."""
         await self._requests.answer(request, value)
-
-
-def _check_group(name: str, alone: bool) -> None:
-    if not name or len(name) > 128 or (name.startswith("_") and not alone):
-        raise InvalidInput(
-            f"{name!r} is no group name: 1 to 128 characters, not beginning with '_'", group=name
-        )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -14,14 +15,20 @@ from penstock.engines.engine import Engine
 from penstock.engines.follower import FollowerEngine
 from penstock.engines.memory import MemoryEngine
 from penstock.log.disk import RealDisk
+from penstock.model.codec import codecs
+from penstock.model.compressor import compressors
 from penstock.model.errors import InvalidSettings, UnknownScheme
 from penstock.model.event import Identity
-from penstock.model.loader import load
+from penstock.model.loader import load, unknown
+from penstock.model.parameter import checked, refused, text
 from penstock.model.settings import Settings
 
 # Served by engines of later releases; named here so that the refusal can say so.
 PLANNED = ("nats", "amqp", "ring")
 BROKER = ("penstock", "penstocks", "penstock+zmq")
+
+log = logging.getLogger("penstock.settings")
+_told: set[str] = set()
 
 
 def connect(
@@ -45,11 +52,19 @@ def connect(
     if settings is None:
         dotted = {name.replace("__", ".", 1): value for name, value in flags.items()}
         settings = load(os.environ.get("PENSTOCK_CONFIG"), os.environ, dotted)
+        tell_unknown()
     elif flags:
         raise InvalidSettings(f"give settings or flags, not both; got flags {sorted(flags)}")
+    elif not isinstance(settings, Settings):
+        raise refused("settings", "a penstock Settings", settings)
     if identity is None:
         identity = Identity(settings.identity.tenant, settings.identity.subject)
-    scheme, path, options = _parse(str(url))
+    elif not isinstance(identity, Identity):
+        raise refused("identity", "a penstock Identity", identity)
+    identity = checked(identity)
+    codecs.get(settings.media.codec)
+    compressors.get(settings.media.compressor)
+    scheme, path, options = _parse(_url(url))
     engine: Engine
     if scheme in BROKER:
         engine = broker_engine(scheme, path, settings, identity, options.get("client", ""))
@@ -61,6 +76,23 @@ def connect(
         engine = EmbeddedEngine(RealDisk(path), settings)
     without = frozenset(filter(None, options.get("without", "").split(",")))
     return Bus(engine, settings, identity, engine.capabilities - without)
+
+
+def _url(url: object) -> str:
+    if not isinstance(url, str | PurePath):
+        raise refused("url", "text or a Path", url)
+    written = text("url", str(url), least=1)
+    if "\0" in written:
+        raise refused("url", "text without a zero byte", written)
+    return written
+
+
+def tell_unknown() -> None:
+    """Say once what in the environment looks like a setting and is none."""
+    for problem in unknown(os.environ):
+        if problem.source not in _told:
+            _told.add(problem.source)
+            log.warning("%s; it is not heeded", problem.text)
 
 
 def _parse(url: str) -> tuple[str, str, dict[str, str]]:

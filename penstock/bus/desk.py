@@ -2,23 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from penstock.bus.publishing import When, when_us
+import msgspec
+
+from penstock.core.audit import AuditRecord, State
+from penstock.core.auditproof import Verdict
 from penstock.core.catalogue import Route
 from penstock.core.entry import TopicSpec
-from penstock.core.schedule import parse_every
+from penstock.core.schedule import Definition, parse_every
+from penstock.core.state import DeadLetter
 from penstock.engines import request as ask
+from penstock.engines.deadletters import DeadLetterDetail, Outcome
+from penstock.engines.views import GroupInfo, TopicInfo
+from penstock.log.auditseal import Manifest
 from penstock.model.codec import codecs
+from penstock.model.parameter import (
+    MAX_NAME_CHARACTERS,
+    Moment,
+    Seconds,
+    Size,
+    checked,
+    moment_us,
+    place,
+    text,
+)
 from penstock.model.topic import check_topic
 
 if TYPE_CHECKING:
     from penstock.bus.bus import Bus
 
 # Desks have a method `list`, which would hide the type in their annotations.
-Rows = list[Any]
+TopicInfos = list[TopicInfo]
+GroupInfos = list[GroupInfo]
+Letters = list[DeadLetter]
+Records = list[AuditRecord]
 RouteRows = list[Route]
+Definitions = list[Definition]
+
+TRUTHS = {"True": True, "False": False}
+"""How the audit chain, which keeps texts and numbers, writes what is true or not."""
+TRUE_OR_NOT = ("enabled", "write_once")
 
 
 class Desk:
@@ -44,51 +69,66 @@ class Topics(Desk):
     ['orders.created']
     """
 
-    async def list(self, *, system: bool = False) -> Rows:
+    async def list(self, *, system: bool = False) -> TopicInfos:
         """All topics; with `system`, the bus's own too."""
-        return await self._bus.ask(ask.ListTopics(system))  # type: ignore[no-any-return]
+        found: TopicInfos = await self._bus.ask(ask.ListTopics(system))
+        return found
 
-    async def info(self, name: str) -> Any:
+    async def info(self, name: str) -> TopicInfo:
         """One topic with its partitions."""
-        return await self._bus.ask(ask.DescribeTopic(name))
+        found: TopicInfo = await self._bus.ask(ask.DescribeTopic(name))
+        return found
 
     async def create(
         self,
         name: str,
         *,
         partitions: int = 1,
-        retention_age_s: float | None = None,
-        retention_bytes: int | None = None,
+        retention_age_s: Seconds | None = None,
+        retention_bytes: Size | None = None,
         write_once: bool | None = None,
-    ) -> Any:
+    ) -> TopicInfo:
         """Make a topic before anybody publishes to it."""
+        check_topic(name)
+        # `ask` converts durations and sizes given as text.
+        spec = TopicSpec(partitions, retention_age_s, retention_bytes, write_once)  # type: ignore[arg-type]
+        wanted = checked(ask.CreateTopic(name, spec))
         if write_once is not None:
             self._bus.need("write-once")
-        check_topic(name)
-        spec = TopicSpec(partitions, retention_age_s, retention_bytes, write_once)
-        return await self._bus.ask(ask.CreateTopic(name, spec))
+        found: TopicInfo = await self._bus.ask(wanted)
+        return found
 
     async def configure(
         self,
         name: str,
         *,
-        retention_age_s: float | None = None,
-        retention_bytes: int | None = None,
+        retention_age_s: Seconds | None = None,
+        retention_bytes: Size | None = None,
         write_once: bool | None = None,
-    ) -> Any:
+    ) -> TopicInfo:
         """Change the retention of a topic; what is left out stays as it is."""
-        if write_once is not None:
-            self._bus.need("write-once")
-        return await self._bus.ask(
+        wanted = checked(
             ask.ConfigureTopic(
-                name, None, retention_age_s, retention_bytes, write_once, self._actor
+                name,
+                None,
+                retention_age_s,
+                retention_bytes,
+                write_once,
+                self._actor,  # type: ignore[arg-type]
             )
         )
+        if write_once is not None:
+            self._bus.need("write-once")
+        found: TopicInfo = await self._bus.ask(wanted)
+        return found
 
-    async def grow(self, name: str, partitions: int) -> Any:
+    async def grow(self, name: str, partitions: int) -> TopicInfo:
         """Add partitions; keys move by consistent hashing."""
         self._bus.need("grow-partitions")
-        return await self._bus.ask(ask.ConfigureTopic(name, partitions, actor=self._actor))
+        found: TopicInfo = await self._bus.ask(
+            ask.ConfigureTopic(name, partitions, actor=self._actor)
+        )
+        return found
 
     async def delete(self, name: str) -> None:
         """Remove a topic and its events; refused and audited when it is write-once."""
@@ -98,19 +138,22 @@ class Topics(Desk):
 class Groups(Desk):
     """Consumer groups: `bus.groups`."""
 
-    async def list(self) -> Rows:
+    async def list(self) -> GroupInfos:
         """All groups with their lag."""
-        return await self._bus.ask(ask.ListGroups())  # type: ignore[no-any-return]
+        found: GroupInfos = await self._bus.ask(ask.ListGroups())
+        return found
 
-    async def info(self, name: str) -> Any:
+    async def info(self, name: str) -> GroupInfo:
         """One group with its lanes."""
-        return await self._bus.ask(ask.DescribeGroup(name))
+        found: GroupInfo = await self._bus.ask(ask.DescribeGroup(name))
+        return found
 
-    async def reset(self, name: str, to: When, *, topic: str | None = None) -> Any:
-        """Read again from "earliest", "latest", an offset (int), a datetime or how long ago ("2h")."""
+    async def reset(self, name: str, to: Moment, *, topic: str | None = None) -> GroupInfo:
+        """Read again from "earliest", "latest", an offset ("offset:42"), a time or how long ago ("2h")."""
+        where = place("to", to, self._bus.wall_us())
         self._bus.need("group-reset")
-        place = self._bus.place(to)
-        return await self._bus.ask(ask.ResetGroup(name, place, topic, self._actor))
+        found: GroupInfo = await self._bus.ask(ask.ResetGroup(name, where, topic, self._actor))
+        return found
 
     async def delete(self, name: str) -> None:
         """Forget a group and where it was."""
@@ -132,14 +175,16 @@ class DeadLetters(Desk):
         limit: int = 100,
         everything: bool = False,
         offset: int = 0,
-    ) -> Rows:
+    ) -> Letters:
         """Dead letters, newest first; `everything` shows those that were replayed, too."""
         wanted = ask.ListDead(consumer, topic, tenant, limit, everything, offset)
-        return await self._bus.ask(wanted)  # type: ignore[no-any-return]
+        found: Letters = await self._bus.ask(wanted)
+        return found
 
-    async def inspect(self, id: str) -> Any:
+    async def inspect(self, id: str) -> DeadLetterDetail:
         """One dead letter with its payload, key and headers."""
-        return await self._bus.ask(ask.InspectDead(id))
+        found: DeadLetterDetail = await self._bus.ask(ask.InspectDead(id))
+        return found
 
     async def replay(
         self,
@@ -150,12 +195,13 @@ class DeadLetters(Desk):
         reason: str,
         confirm: str,
         actor: str = "",
-    ) -> Any:
+    ) -> Outcome:
         """Give dead letters back to their consumer; restate the exact target, and confirm="REPLAY"."""
         self._bus.need("dead-letter-replay")
-        return await self._bus.ask(
-            ask.ReplayDead([*ids], target_consumer, target_topic, actor, reason, confirm)
+        found: Outcome = await self._bus.ask(
+            ask.ReplayDead(ids, target_consumer, target_topic, actor, reason, confirm)
         )
+        return found
 
     async def dead_letter(
         self,
@@ -166,15 +212,21 @@ class DeadLetters(Desk):
         payload: bytes | None = None,
         reason: str,
         actor: str = "",
-    ) -> Any:
+    ) -> DeadLetter:
         """Quarantine a message by hand: an event of the log by its id, or a payload given here."""
         self._bus.need("dead-letter-replay")
-        return await self._bus.ask(ask.Quarantine(id, consumer, topic, actor, reason, payload))
+        found: DeadLetter = await self._bus.ask(
+            ask.Quarantine(id, consumer, topic, actor, reason, payload)
+        )
+        return found
 
-    async def purge(self, ids: Sequence[str], *, reason: str, confirm: str, actor: str = "") -> Any:
+    async def purge(
+        self, ids: Sequence[str], *, reason: str, confirm: str, actor: str = ""
+    ) -> Outcome:
         """Take dead letters out of the view, with confirm="PURGE"; the log keeps the events."""
         self._bus.need("dead-letter-replay")
-        return await self._bus.ask(ask.PurgeDead([*ids], actor, reason, confirm))
+        found: Outcome = await self._bus.ask(ask.PurgeDead(ids, actor, reason, confirm))
+        return found
 
 
 class Audit(Desk):
@@ -185,32 +237,35 @@ class Audit(Desk):
         *,
         message: str | None = None,
         actor: str | None = None,
-        since: When | None = None,
-        until: When | None = None,
+        since: Moment | None = None,
+        until: Moment | None = None,
         operation: str | None = None,
-    ) -> Rows:
+    ) -> Records:
         """Operator actions, oldest first."""
         self._bus.need("audit")
         now_us = self._bus.wall_us()
-        return await self._bus.ask(  # type: ignore[no-any-return]
+        found: Records = await self._bus.ask(
             ask.QueryAudit(
                 message,
                 actor,
-                None if since is None else when_us(since, now_us),
-                None if until is None else when_us(until, now_us),
+                None if since is None else moment_us("since", since, now_us),
+                None if until is None else moment_us("until", until, now_us),
                 operation,
             )
         )
+        return [_with_truths(record) for record in found]
 
-    async def verify(self) -> Any:
+    async def verify(self) -> Verdict:
         """Whether the chain is whole; names the first broken link when it is not."""
         self._bus.need("audit")
-        return await self._bus.ask(ask.VerifyAudit())
+        found: Verdict = await self._bus.ask(ask.VerifyAudit())
+        return found
 
-    async def export(self, folder: str) -> Any:
+    async def export(self, folder: str) -> Manifest:
         """Copy the chain, with a signed manifest, to a folder."""
         self._bus.need("audit")
-        return await self._bus.ask(ask.ExportAudit(folder))
+        found: Manifest = await self._bus.ask(ask.ExportAudit(folder))
+        return found
 
 
 class Routes(Desk):
@@ -219,7 +274,8 @@ class Routes(Desk):
     async def list(self) -> RouteRows:
         """All routes."""
         self._bus.need("routes")
-        return await self._bus.ask(ask.ListRoutes())  # type: ignore[no-any-return]
+        found: RouteRows = await self._bus.ask(ask.ListRoutes())
+        return found
 
     async def put(self, route: Route) -> None:
         """Add a route, or replace the one with its pattern and destination."""
@@ -246,16 +302,18 @@ class Routes(Desk):
     async def resolve(self, topic: str, tenant: str | None = None) -> RouteRows:
         """The routes an event of a topic takes, in order."""
         self._bus.need("routes")
-        return await self._bus.ask(ask.ResolveRoute(topic, tenant))  # type: ignore[no-any-return]
+        found: RouteRows = await self._bus.ask(ask.ResolveRoute(topic, tenant))
+        return found
 
 
 class Schedules(Desk):
     """Recurring events: `bus.schedules` (row T7)."""
 
-    async def list(self) -> Rows:
+    async def list(self) -> Definitions:
         """All recurring events."""
         self._bus.need("schedules")
-        return await self._bus.ask(ask.ListSchedules())  # type: ignore[no-any-return]
+        found: Definitions = await self._bus.ask(ask.ListSchedules())
+        return found
 
     async def put(
         self,
@@ -264,20 +322,45 @@ class Schedules(Desk):
         value: Any,
         *,
         cron: str | None = None,
-        every: str | float | None = None,
-        headers: dict[str, str] | None = None,
+        every: Seconds | None = None,
+        headers: Mapping[str, str] | None = None,
         codec: str | None = None,
-    ) -> Any:
+    ) -> Definition:
         """Publish a value again and again: cron="*/5 * * * *" or every="90s"."""
         self._bus.need("schedules")
+        if codec is not None:
+            codec = text("codec", codec, least=1, most=MAX_NAME_CHARACTERS)
         name = codec or ("raw" if isinstance(value, bytes) else self._bus.settings.media.codec)
         payload = codecs.get(name).encode(value)
         every_us = None if every is None else parse_every(every)
-        return await self._bus.ask(
-            ask.PutSchedule(id, topic, payload, name, headers or {}, cron, every_us, self._actor)
+        found: Definition = await self._bus.ask(
+            ask.PutSchedule(
+                id,
+                topic,
+                payload,
+                name,
+                {} if headers is None else headers,
+                cron,
+                every_us,  # type: ignore[arg-type]
+                self._actor,
+            )
         )
+        return found
 
     async def remove(self, id: str) -> None:
         """Stop publishing a recurring event."""
         self._bus.need("schedules")
         await self._bus.ask(ask.RemoveSchedule(id, self._actor))
+
+
+def _with_truths(record: AuditRecord) -> AuditRecord:
+    """A record whose results that are true or not say so as True or False."""
+    prior, result = _truths(record.prior), _truths(record.result)
+    return msgspec.structs.replace(record, prior=prior, result=result)
+
+
+def _truths(state: State) -> State:
+    return {
+        name: TRUTHS.get(str(value), value) if name in TRUE_OR_NOT else value
+        for name, value in state.items()
+    }

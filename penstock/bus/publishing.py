@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence, Set
+from itertools import islice
 from typing import Any
 
-from penstock.core.schedule import no_moment, parse_duration, parse_when
+import numpy as np
+
 from penstock.engines.engine import Draft
 from penstock.model.arrow import batch_of_columns
 from penstock.model.codec import codecs, encode_many
 from penstock.model.errors import InvalidBatch, InvalidHeaders, InvalidInput, InvalidSchedule
 from penstock.model.event import Identity
+from penstock.model.parameter import (
+    MAX_ITEMS,
+    MAX_NAME_CHARACTERS,
+    Moment,
+    Seconds,
+    count,
+    encodable,
+    microseconds,
+    moment_us,
+    refused,
+    text,
+)
 from penstock.model.settings import Settings
 from penstock.model.token import parse_token, token_of_key
 from penstock.model.topic import check_topic, tenant_of
 
 Key = bytes | str | None
-Times = datetime | int | None
-When = datetime | str | float | int
+Token = bytes | str | uuid.UUID
 MAX_PRIORITY = 9
-LONGEST_S = 1_000 * 31_556_952  # what times in microseconds have room for many times over
-LAST_US = 1 << 62
+MAX_PARTITION = (1 << 31) - 1
+MAX_KEY_CHARACTERS = 1 << 20  # of an idempotency key: it is hashed, never stored
+MIN_TTL_S = 1e-6
 
 
 class Drafting:
@@ -38,37 +52,48 @@ class Drafting:
         topic: str,
         value: Any,
         *,
-        key: Key,
-        headers: Mapping[str, str] | None,
-        token: Any,
-        idempotency_key: str | None,
-        event_time: Times,
-        expires_us: int | None,
-        priority: int,
-        codec: str | None,
+        key: Key = None,
+        headers: Mapping[str, str] | None = None,
+        token: Token | None = None,
+        idempotency_key: str | None = None,
+        event_time: Moment | None = None,
+        expires_us: int | None = None,
+        priority: int = 0,
+        codec: str | None = None,
+        partition: int | None = None,
         system: bool = False,
     ) -> Draft:
         """A draft of one event."""
         check_topic(topic, system=system)
         if codec is None:
             codec = "raw" if type(value) is bytes else self._settings.media.codec
+        elif type(codec) is not str:
+            codec = text("codec", codec, least=1, most=MAX_NAME_CHARACTERS)
         payload = codecs.get(codec).encode(value)
         draft = Draft(
             topic, [payload], tenant=tenant_of(topic) or self._identity.tenant, codec=codec
         )
         if key is not None:
-            draft.keys = [self._key(key)]
-        if headers:
+            draft.keys = [self._key("key", key)]
+        if headers is not None:
             self._check_headers(headers)
-            draft.headers = [headers]
+            draft.headers = [headers] if headers else None
         if token is not None or idempotency_key is not None:
-            draft.tokens = [self._token(token, idempotency_key)]
+            if token is not None and idempotency_key is not None:
+                raise InvalidInput("give a token or an idempotency key, not both")
+            draft.tokens = [
+                key_token("idempotency_key", idempotency_key)
+                if token is None
+                else parse_token(token)
+            ]
         if event_time is not None:
-            draft.times_us = [_time_us(event_time)]
+            draft.times_us = [moment_us("event_time", event_time)]
         if expires_us is not None:
             draft.expires_us = [expires_us]
-        if priority:
-            draft.priority = [_priority(priority)]
+        if priority != 0 or type(priority) is not int:
+            draft.priority = [count("priority", priority, most=MAX_PRIORITY)]
+        if partition is not None:
+            draft.partition = count("partition", partition, most=MAX_PARTITION)
         return draft
 
     def many(
@@ -76,21 +101,61 @@ class Drafting:
         topic: str,
         values: Any,
         *,
-        keys: Sequence[Key] | None,
-        headers: Sequence[Mapping[str, str] | None] | None,
-        tokens: Sequence[Any] | None,
-        idempotency_keys: Sequence[str] | None,
-        event_times: Sequence[Times] | None,
-        expires_us: int | None,
-        priorities: Sequence[int] | None,
-        codec: str | None,
+        keys: Sequence[Key] | None = None,
+        headers: Sequence[Mapping[str, str] | None] | None = None,
+        tokens: Sequence[Token] | None = None,
+        idempotency_keys: Sequence[str] | None = None,
+        event_times: Sequence[Moment | None] | None = None,
+        expires_us: int | None = None,
+        priorities: Sequence[int] | None = None,
+        codec: str | None = None,
+        partition: int | None = None,
     ) -> Draft:
         """A draft of many events, from a list or from columns."""
         check_topic(topic)
+        if codec is not None and type(codec) is not str:
+            codec = text("codec", codec, least=1, most=MAX_NAME_CHARACTERS)
+        if tokens is not None and idempotency_keys is not None:
+            raise InvalidInput("give tokens or idempotency keys, not both")
         tenant = tenant_of(topic) or self._identity.tenant
         table = _as_table(values)
         if table is not None:
-            return self._columns(topic, table, tenant, codec, keys, headers, tokens)
+            draft = self._table(topic, table, tenant, codec, keys, headers)
+        else:
+            draft = self._list(topic, values, tenant, codec, keys, headers)
+        number = draft.count
+        if tokens is not None:
+            draft.tokens = [
+                parse_token(each, "tokens") for each in column("tokens", tokens, number)
+            ]
+        elif idempotency_keys is not None:
+            own = column("idempotency_keys", idempotency_keys, number)
+            draft.tokens = [key_token("idempotency_keys", each) for each in own]
+        if event_times is not None:
+            now_us = time.time_ns() // 1_000
+            draft.times_us = [
+                now_us if each is None else moment_us("event_times", each)
+                for each in column("event_times", event_times, number)
+            ]
+        if expires_us is not None:
+            draft.expires_us = [expires_us] * number
+        if priorities is not None:
+            draft.priority = _priorities(column("priorities", priorities, number))
+        if partition is not None:
+            draft.partition = count("partition", partition, most=MAX_PARTITION)
+        if draft.batch is not None:
+            _complete(draft)
+        return draft
+
+    def _list(
+        self,
+        topic: str,
+        values: Any,
+        tenant: str,
+        codec: str | None,
+        keys: Sequence[Key] | None,
+        headers: Sequence[Mapping[str, str] | None] | None,
+    ) -> Draft:
         if codec is None and set(map(type, values)) == {bytes}:
             codec, payloads = "raw", values
         else:
@@ -99,38 +164,21 @@ class Drafting:
         draft = Draft(topic, payloads, tenant=tenant, codec=codec)
         self._check_count(draft.count)
         if keys is not None:
-            draft.keys = [None if key is None else self._key(key) for key in keys]
+            draft.keys = self._keys(column("keys", keys, draft.count))
         if headers is not None:
+            headers = column("headers", headers, draft.count)
             for each in headers:
-                if each:
+                if each is not None:
                     self._check_headers(each)
             draft.headers = headers
-        if tokens is not None:
-            draft.tokens = [parse_token(token) for token in tokens]
-        elif idempotency_keys is not None:
-            draft.tokens = [token_of_key(each) for each in idempotency_keys]
-        if event_times is not None:
-            draft.times_us = [0 if time is None else _time_us(time) for time in event_times]
-        if expires_us is not None:
-            draft.expires_us = [expires_us] * draft.count
-        if priorities is not None and any(priorities):
-            draft.priority = [_priority(each) for each in priorities]
-        for name in ("keys", "headers", "tokens", "times_us", "priority"):
-            column = getattr(draft, name)
-            if column is not None and len(column) != draft.count:
-                raise InvalidBatch(
-                    f"{name} has {len(column)} values for {draft.count} events; give every column "
-                    "the same length",
-                    column=name,
-                )
         return draft
 
-    def _columns(
+    def _table(
         self, topic: str, table: Any, tenant: str, codec: str | None, *lists: Sequence[Any] | None
     ) -> Draft:
         if any(each is not None for each in lists):
             raise InvalidBatch(
-                "a table brings its own key and headers columns; pass no lists beside it"
+                "a table brings its own key and headers columns; pass no lists of them beside it"
             )
         batch = batch_of_columns(topic, table, tenant=tenant, codec=codec or "raw")
         self._check_count(batch.count)
@@ -148,36 +196,40 @@ class Drafting:
                 count=count,
             )
 
-    def _key(self, key: bytes | str) -> bytes:
-        raw = key.encode() if isinstance(key, str) else key
-        if not isinstance(raw, bytes):
-            raise InvalidInput(f"a key is bytes or text, not {type(key).__name__}", key=repr(key))
+    def _keys(self, keys: Sequence[Key]) -> Sequence[bytes | None]:
+        plain = set(map(type, keys)) == {bytes}
+        if plain and max(map(len, keys)) <= self._limits.max_key_bytes:  # type: ignore[arg-type]
+            return keys  # type: ignore[return-value]
+        return [None if key is None else self._key("keys", key) for key in keys]
+
+    def _key(self, parameter: str, key: bytes | str) -> bytes:
+        if isinstance(key, str) and encodable(key):
+            raw = key.encode()
+        elif isinstance(key, bytes | bytearray | memoryview):
+            raw = bytes(key)
+        else:
+            raise refused(parameter, "bytes, or text that UTF-8 can hold", key)
         if len(raw) > self._limits.max_key_bytes:
             raise InvalidInput(
                 f"a key of {len(raw)} bytes is over the limit of {self._limits.max_key_bytes}",
+                parameter=parameter,
                 size_bytes=len(raw),
             )
         return raw
 
     def _check_headers(self, headers: Mapping[str, str]) -> None:
         if not isinstance(headers, Mapping):
-            raise InvalidHeaders(
-                f"headers are a mapping of text to text, not {type(headers).__name__}"
-            )
+            raise refused("headers", "a mapping of text to text", headers, InvalidHeaders)
         size = 0
-        for name, text in headers.items():
-            if not isinstance(name, str) or not isinstance(text, str):
-                raise InvalidHeaders(
-                    f"header {name!r} is {type(text).__name__}, not text; headers map str to str",
-                    header=repr(name),
-                )
-            try:
-                size += len(name.encode()) + len(text.encode())
-            except UnicodeEncodeError:
-                raise InvalidHeaders(
-                    f"header {name!r} holds half a character (a lone surrogate); headers are UTF-8",
-                    header=repr(name),
-                ) from None
+        for name, each in headers.items():
+            if not isinstance(name, str) or not isinstance(each, str):
+                raise refused("headers", "a mapping of text to text", headers, InvalidHeaders)
+            if not encodable(name) or not encodable(each):
+                raise refused(
+                    "headers", "text that UTF-8 can hold, without half a character", name,
+                    InvalidHeaders,
+                )  # fmt: skip
+            size += len(name.encode()) + len(each.encode())
         if len(headers) > self._limits.max_headers or size > self._limits.max_headers_bytes:
             raise InvalidHeaders(
                 f"{len(headers)} headers of {size} bytes are over the limit of "
@@ -186,27 +238,51 @@ class Drafting:
                 size_bytes=size,
             )
 
-    @staticmethod
-    def _token(token: Any, idempotency_key: str | None) -> bytes:
-        if token is not None and idempotency_key is not None:
-            raise InvalidInput("give a token or an idempotency key, not both")
-        return parse_token(token) if token is not None else token_of_key(str(idempotency_key))
+
+def key_token(parameter: str, key: Any) -> bytes:
+    """The token of an idempotency key."""
+    return token_of_key(text(parameter, key, least=1, most=MAX_KEY_CHARACTERS))
 
 
-def _time_us(time: datetime | int) -> int:
-    if not isinstance(time, int):
-        return parse_when(time)
-    if not -LAST_US < time < LAST_US:
-        raise InvalidInput(f"an event time in microseconds lies within 64 bits, not {time}")
-    return time
-
-
-def _priority(priority: int) -> int:
-    if not isinstance(priority, int) or not 0 <= priority <= MAX_PRIORITY:
-        raise InvalidInput(
-            f"a priority is 0 to {MAX_PRIORITY}, not {priority!r}", priority=priority
+def column(parameter: str, values: Any, number: int) -> Sequence[Any]:
+    """One value for each event of a list."""
+    if not isinstance(values, list | tuple):
+        if not isinstance(values, Iterable) or isinstance(
+            values, str | bytes | bytearray | Mapping | Set
+        ):
+            raise refused(parameter, "a list with one value for each event", values, InvalidBatch)
+        values = list(islice(values, MAX_ITEMS + 1))
+    if len(values) != number:
+        raise InvalidBatch(
+            f"{parameter} has {len(values)} values for {number} events; give every column the same "
+            "length",
+            column=parameter,
         )
-    return priority
+    return values  # type: ignore[no-any-return]
+
+
+def _priorities(values: Sequence[int]) -> Sequence[int] | None:
+    if set(map(type, values)) != {int} or min(values) < 0 or max(values) > MAX_PRIORITY:
+        values = [count("priorities", each, most=MAX_PRIORITY) for each in values]
+    return values if any(values) else None
+
+
+def _complete(draft: Draft) -> None:
+    """Put what was given beside a table into its batch."""
+    batch = draft.batch
+    assert batch is not None
+    if draft.times_us is not None:
+        if batch.times is not None:
+            raise InvalidBatch("the table has an event_time column; pass no event_times beside it")
+        batch.times = np.asarray(draft.times_us, dtype=np.int64)
+        batch.time_us = int(batch.times[0])
+    if draft.expires_us is not None:
+        batch.expires = np.asarray(draft.expires_us, dtype=np.int64)
+    if draft.priority is not None:
+        batch.priority = np.asarray(draft.priority, dtype=np.uint8)
+    if draft.tokens is not None:
+        batch.tokens = b"".join(draft.tokens)
+        batch.explicit_tokens, batch.token_base = True, draft.tokens[0]
 
 
 def _as_table(values: Any) -> Any:
@@ -222,44 +298,21 @@ def _as_table(values: Any) -> Any:
         import pyarrow as pa
 
         return pa.Table.from_pandas(values, preserve_index=False)
-    if isinstance(values, Sequence) and not isinstance(values, str | bytes):
+    if isinstance(values, Sequence) and not isinstance(values, str | bytes | bytearray):
         return None
     raise InvalidBatch(
-        f"{type(values).__name__} is no batch; pass a list of values, an Arrow table or a DataFrame"
+        f"{type(values).__name__} is no batch; pass a list of values, an Arrow table or a DataFrame",
+        parameter="values",
     )
 
 
-def when_us(value: When, now_us: int) -> int:
-    """A point in time: a datetime, ISO text, epoch seconds, or how long ago ("2h")."""
-    if isinstance(value, str):
-        with contextlib.suppress(InvalidSchedule):
-            return now_us - parse_duration(value)
-    if isinstance(value, datetime) and value.tzinfo is None:
-        value = value.replace(tzinfo=UTC)
-    try:
-        return parse_when(value)
-    except InvalidSchedule as error:
-        raise no_moment(value, error) from None
-
-
-def due_us(delay_s: float | None, deliver_at: datetime | str | float | None, now_us: int) -> int:
+def due_us(delay_s: Seconds | None, deliver_at: Moment | None, now_us: int) -> int:
     """When a delayed event is due; one of the two says it."""
     if delay_s is not None and deliver_at is not None:
         raise InvalidInput("give delay_s or deliver_at, not both")
-    if deliver_at is not None:
-        return parse_when(deliver_at)
-    assert delay_s is not None
-    if delay_s < 0:
-        raise InvalidInput(f"delay_s is not negative, got {delay_s}", delay_s=delay_s)
-    return now_us + span_us("delay_s", delay_s)
-
-
-def span_us(name: str, seconds: float) -> int:
-    """Seconds from now as microseconds; not for ever, and not a number that is none.
-
-    >>> span_us("ttl_s", 1.5)
-    1500000
-    """
-    if not seconds <= LONGEST_S:
-        raise InvalidInput(f"{name} is at most {LONGEST_S} (1,000 years), not {seconds}")
-    return round(seconds * 1e6)
+    if deliver_at is None:
+        return now_us + microseconds("delay_s", delay_s, kind=InvalidSchedule)
+    at_us = moment_us("deliver_at", deliver_at, kind=InvalidSchedule)
+    if at_us < 0:
+        raise refused("deliver_at", "a time after 1970", deliver_at, InvalidSchedule)
+    return at_us

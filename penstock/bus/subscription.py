@@ -12,6 +12,7 @@ from penstock.engines.engine import Delivery, LogFeed, QueueFeed
 from penstock.model.batch import EventBatch
 from penstock.model.errors import BrokerUnreachable, BusClosed, ConnectionLost, InvalidInput
 from penstock.model.event import Event
+from penstock.model.parameter import Seconds, seconds
 
 
 class Subscription:
@@ -118,13 +119,14 @@ class Subscription:
         self._receiving = None
         return received
 
-    async def get(self, timeout_s: float | None = None) -> Event | None:
+    async def get(self, timeout_s: Seconds | None = None) -> Event | None:
         """The next event, or None when none came in time."""
+        within_s = None if timeout_s is None else seconds("timeout_s", timeout_s)
         event = self.at_hand()
         if event is not None:
             return event
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(within_s):
                 return await anext(self)
         except TimeoutError:
             return None
@@ -163,7 +165,7 @@ class Subscription:
         for event in events:
             await event.ack()
 
-    async def nack(self, events: Iterable[Event], delay_s: float | None = None) -> None:
+    async def nack(self, events: Iterable[Event], delay_s: Seconds | None = None) -> None:
         """Nack many events."""
         for event in events:
             await event.nack(delay_s)

@@ -6,11 +6,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from penstock.bus import tracing
+from penstock.bus.publishing import key_token
 from penstock.engines.engine import Draft, Settle
 from penstock.engines.engine import Transaction as EngineTransaction
 from penstock.model.errors import InvalidInput
 from penstock.model.event import Event, Receipt
-from penstock.model.token import token_of_key
 
 if TYPE_CHECKING:
     from penstock.bus.bus import Bus
@@ -57,7 +57,7 @@ class Transaction:
         self._parts = EngineTransaction(drafts=[], acks=[], cursors=[])
         if idempotency_key is not None:
             bus.need("idempotency")
-            self._parts.key = token_of_key(idempotency_key)
+            self._parts.key = key_token("idempotency_key", idempotency_key)
             self._parts.tenant = bus.identity.tenant
         self._open = True
 

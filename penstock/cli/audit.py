@@ -23,14 +23,20 @@ def command() -> None:
 
 
 @command.command("query")
-@click.option("--id", "message", metavar="ID", help="Records about this message or name.")
+@click.option("--message", metavar="ID", help="Records about this message or name.")
 @click.option("--actor", help="Records of this actor.")
-@click.option("--start", "since", type=MOMENT, help="From this time on, or 2h ago.")
-@click.option("--end", "until", type=MOMENT, help="Up to this time, which is not included.")
+@click.option("--since", type=MOMENT, help="From this time on, or 2h ago.")
+@click.option("--until", type=MOMENT, help="Up to this time, which is not included.")
 @click.option("--operation", help="Records of this operation.")
+@click.option("--id", "id_", hidden=True)
+@click.option("--start", type=MOMENT, hidden=True)
+@click.option("--end", type=MOMENT, hidden=True)
 @click.pass_obj
-def query(invocation: Invocation, /, **selection: Any) -> None:
+def query(invocation: Invocation, /, id_: str | None, start: Any, end: Any, **selection: Any) -> None:  # fmt: skip
     """Show the records that match all that is given."""
+    for name, former in (("message", id_), ("since", start), ("until", end)):
+        if former is not None:  # what the option was called before
+            selection[name] = former
 
     async def work(bus: penstock.Bus) -> list[Any]:
         return list(await bus.audit.query(**selection))

@@ -65,7 +65,7 @@ def _show(invocation: Invocation, found: Any) -> None:
 
 @command.command("reset")
 @click.argument("name", shell_complete=complete_group)
-@click.option("--to", "position", type=POSITION, required=True, help="earliest, latest, an offset, a time or 2h ago.")  # fmt: skip
+@click.option("--to", "position", type=POSITION, required=True, help="earliest, latest, offset:42, a time or 2h ago.")  # fmt: skip
 @click.option("--topic", shell_complete=complete_topic, help="Only in this topic.")
 @click.pass_obj
 def reset(invocation: Invocation, name: str, position: Any, topic: str | None) -> None:

@@ -26,8 +26,8 @@ it, they end with exit code 6 and name that process. At a broker (`--url penstoc
 kinds of commands work beside its clients; a token goes into `client.token`
 (`PENSTOCK_CLIENT_TOKEN`).
 
-Times are ISO 8601 with a zone (`2026-01-31T09:00:00Z`), epoch seconds, or how long ago (`2h`,
-`1h30m`). Durations are `250ms`, `90s`, `5m`, `1h30m`, `2d`; sizes are `64MiB`, `1GB`.
+Times are ISO 8601 (`2026-01-31T09:00:00Z`, `2026-01-31`; in UTC without a zone), seconds since 1970
+(`@1767225600`), or how long ago (`2h`, `1h30m`). An offset is `offset:42`. Durations are `250ms`, `90s`, `5m`, `1h30m`, `2d`; sizes are `64MiB`, `1GB`.
 
 In lists and lines, control characters of the data are shown escaped, so that an event cannot take
 over a terminal; `--format value` prints payloads as they are.

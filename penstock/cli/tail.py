@@ -26,7 +26,7 @@ LOOK_UP_S = 1.0  # how often a quiet tail checks whether anybody still reads it
     "--from",
     "start",
     type=POSITION,
-    help="Begin at earliest, latest (the default), an offset, a time or 2h ago.",
+    help="Begin at earliest, latest (the default), offset:42, a time or 2h ago.",
 )
 @click.option("--since", type=MOMENT, help="Begin at a time, or 2h ago.")
 @click.option("--limit", type=click.IntRange(min=1), help="End after so many events.")

@@ -39,11 +39,7 @@ def _retention(function: F) -> F:
 
 def _row(info: Any) -> dict[str, Any]:
     record: dict[str, Any] = output.plain(info)
-    parts = record.get("partitions") or []
-    return record | {
-        "events": sum(part["end_offset"] - part["first_offset"] for part in parts),
-        "sealed_bytes": sum(part["sealed_bytes"] for part in parts),
-    }
+    return record | {"events": info.events, "sealed_bytes": info.sealed_bytes}
 
 
 @command.command("list")

@@ -102,6 +102,7 @@ def _examine(invocation: Invocation, folder: Path) -> Iterator[Check]:
 
 
 def _run(invocation: Invocation, folder: Path) -> None:
+    from penstock.bus.connect import tell_unknown
     from penstock.cli.preflight import require
     from penstock.cli.serving import Serving
     from penstock.server import logs
@@ -109,6 +110,7 @@ def _run(invocation: Invocation, folder: Path) -> None:
     settings = _load(invocation)
     warnings = require(folder, settings)
     background = logs.configure(settings.server.log_format, settings.server.log_level)
+    tell_unknown()
     for check in warnings:
         logging.getLogger("penstock.up").warning(check.name, extra={"found": check.found, "advice": check.advice})  # fmt: skip
 

@@ -2,53 +2,49 @@
 
 from __future__ import annotations
 
+import time
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    _Parameter = click.ParamType[Any]
+    _Click = click.ParamType[Any]
 else:
-    _Parameter = click.ParamType  # older versions of click have no type argument
+    _Click = click.ParamType  # older versions of click have no type argument
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-def _checked(context: click.Context, option: click.Parameter, convert: Callable[[], Any]) -> Any:
-    from penstock.model.errors import InvalidInput
+class _Parameter(_Click):
+    """What a converter of penstock.model.parameter takes, as an option of a command."""
 
-    try:
-        return convert()
-    except (InvalidInput, ValueError) as error:
-        text = error.message if isinstance(error, InvalidInput) else str(error)
-        raise click.BadParameter(text, ctx=context, param=option) from None
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        """Text to what the API takes; a value that is no text is a default, and taken as it is."""
+        from penstock.model.errors import InvalidInput
+
+        if not isinstance(value, str):
+            return value
+        name = "it" if param is None else param.human_readable_name
+        try:
+            return self.read(name, value)
+        except InvalidInput as error:
+            raise click.BadParameter(error.message, ctx=ctx, param=param) from None
+
+    def read(self, name: str, text: str) -> Any:
+        """The value that a text stands for; raises InvalidInput."""
+        raise NotImplementedError
 
 
-def parse_moment(text: str) -> datetime:
-    """A time: ISO 8601 with a zone, epoch seconds, or how long ago, such as 2h.
+def parse_moment(text: str, name: str = "it") -> datetime:
+    """A time: ISO 8601 (in UTC without a zone), "@" and seconds since 1970, or how long ago (2h).
 
     >>> parse_moment("2026-01-01T00:00:00Z")
     datetime.datetime(2026, 1, 1, 0, 0, tzinfo=datetime.timezone.utc)
     """
-    from penstock.core.schedule import no_moment, parse_duration, parse_when
-    from penstock.model.errors import InvalidSchedule
+    from penstock.model.parameter import moment_us
 
-    number = _number(text)
-    try:
-        if number is not None:
-            return _EPOCH + timedelta(microseconds=parse_when(number))
-        if text[:4].isdecimal() and text[4:5] == "-":
-            return _EPOCH + timedelta(microseconds=parse_when(text))
-        return datetime.now(UTC) - timedelta(microseconds=parse_duration(text))
-    except InvalidSchedule as error:
-        raise no_moment(text, error) from None
-
-
-def _number(text: str) -> float | None:
-    return float(text) if text.replace(".", "", 1).isdecimal() else None
+    return _EPOCH + timedelta(microseconds=moment_us(name, text, time.time_ns() // 1_000))
 
 
 class Moment(_Parameter):
@@ -56,41 +52,34 @@ class Moment(_Parameter):
 
     name = "TIME"
 
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+    def read(self, name: str, text: str) -> Any:
         """Text to datetime."""
-        return value if isinstance(value, datetime) else _checked(ctx, param, lambda: parse_moment(value))  # fmt: skip
+        return parse_moment(text, name)
 
 
 class Future(_Parameter):
-    """A time to come: ISO 8601 or epoch seconds."""
+    """A time to come: ISO 8601, or "@" and seconds since 1970."""
 
     name = "TIME"
 
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+    def read(self, name: str, text: str) -> Any:
         """Text to datetime."""
+        from penstock.model.parameter import moment_us
 
-        def moment() -> datetime:
-            from penstock.core.schedule import parse_when
-
-            number = _number(value)
-            us = parse_when(value if number is None else number)
-            return _EPOCH + timedelta(microseconds=us)
-
-        return value if isinstance(value, datetime) else _checked(ctx, param, moment)
+        return _EPOCH + timedelta(microseconds=moment_us(name, text))
 
 
 class Position(_Parameter):
-    """A place in a log: earliest, latest, an offset, a time, or how long ago."""
+    """A place in a log: earliest, latest, an offset (offset:42), a time, or how long ago."""
 
     name = "POSITION"
 
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Text to what the API takes."""
-        if not isinstance(value, str) or value in ("earliest", "latest"):
-            return value
-        if value.isdecimal():
-            return int(value)
-        return _checked(ctx, param, lambda: parse_moment(value))
+    def read(self, name: str, text: str) -> Any:
+        """The text itself, once it is checked: the API takes it as it is."""
+        from penstock.model.parameter import place
+
+        place(name, text, time.time_ns() // 1_000)
+        return text
 
 
 class Duration(_Parameter):
@@ -98,16 +87,11 @@ class Duration(_Parameter):
 
     name = "DURATION"
 
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+    def read(self, name: str, text: str) -> Any:
         """Text to seconds."""
+        from penstock.model.parameter import seconds
 
-        def seconds() -> float:
-            from penstock.core.schedule import parse_duration
-
-            number = _number(value)
-            return parse_duration(value if number is None else number) / 1_000_000
-
-        return value if isinstance(value, int | float) else _checked(ctx, param, seconds)
+        return seconds(name, text)
 
 
 class Size(_Parameter):
@@ -115,15 +99,11 @@ class Size(_Parameter):
 
     name = "SIZE"
 
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+    def read(self, name: str, text: str) -> Any:
         """Text to bytes."""
+        from penstock.model.parameter import size_bytes
 
-        def size() -> int:
-            from penstock.model.quantity import parse
-
-            return int(value) if value.isdecimal() else int(parse(value, "bytes"))
-
-        return value if isinstance(value, int) else _checked(ctx, param, size)
+        return size_bytes(name, text)
 
 
 MOMENT, FUTURE, POSITION, DURATION, SIZE = Moment(), Future(), Position(), Duration(), Size()

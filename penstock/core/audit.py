@@ -60,7 +60,11 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
 class AuditRecord(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="record"
 ):
-    """One link of the chain. `batch` is the sequence of the first record stored in the same write."""
+    """One link of the chain. `batch` is the sequence of the first record stored in the same write.
+
+    >>> AuditRecord(1, 1, 0, 0, "ann", "topic.delete", ["orders"], "", {}, {}, GENESIS, "").actor
+    'ann'
+    """
 
     sequence: int
     batch: int

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-from typing import TYPE_CHECKING, Literal, get_args
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import msgspec
 
 from penstock.core.routing import RouteTree
 from penstock.model.errors import Corrupted, FormatTooNew, InvalidInput, UnknownRoute
+from penstock.model.parameter import Name, count, text
 from penstock.model.topic import MAX_WORD_BYTES, check_pattern, precedence
 
 if TYPE_CHECKING:
@@ -41,10 +43,10 @@ class Route(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     'fanout'
     """
 
-    pattern: str
-    destination: str
+    pattern: Name
+    destination: Annotated[str, partial(text, least=1, most=MAX_DESTINATION_BYTES)]
     type: RouteType = "fanout"
-    priority: int = 0
+    priority: Annotated[int, partial(count, least=-MAX_PRIORITY, most=MAX_PRIORITY)] = 0
     enabled: bool = True
     tenant: str | None = None
 

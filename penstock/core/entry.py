@@ -7,13 +7,35 @@ are stored, so a clock that jumped while the process was down moves nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
+from typing import Annotated
 
 import msgspec
 
 from penstock.core.assignment import Strategy
 from penstock.core.retry import Retry
+from penstock.model.parameter import (
+    MAX_TOPIC_CHARACTERS,
+    Span,
+    choice,
+    count,
+    engine_place,
+    many,
+    seconds,
+    size_bytes,
+    text,
+)
 
 FIRST_FENCE = 1
+MODES = ("queue", "log")
+ORDERS = ("any", "key", "single")
+MAX_TOPIC_PARTITIONS = 1_024  # of one topic in one folder; more belongs on a cluster
+MAX_PATTERNS = 1_024  # of one client or group: each is a place in the routing tree
+MIN_LEASE_S = 0.001  # leases are looked at this often; a shorter one would keep the loop busy
+
+_pattern = partial(text, least=1, most=MAX_TOPIC_CHARACTERS)
+Partitions = Annotated[int, partial(count, least=1, most=MAX_TOPIC_PARTITIONS)]
+RetentionBytes = Annotated[int, size_bytes]
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False, omit_defaults=False):
@@ -23,9 +45,9 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False, om
 class TopicSpec(msgspec.Struct, frozen=True):
     """What is configured for one topic; None means the bus-wide setting."""
 
-    partitions: int = 1
-    retention_age_s: float | None = None
-    retention_bytes: int | None = None
+    partitions: Partitions = 1
+    retention_age_s: Span | None = None
+    retention_bytes: RetentionBytes | None = None
     write_once: bool | None = None
     ephemeral: bool = False
     """Belongs to one connection and goes with it: reply inboxes."""
@@ -36,13 +58,15 @@ class TopicSpec(msgspec.Struct, frozen=True):
 class GroupSpec(msgspec.Struct, frozen=True):
     """What a consumer group reads and how it is served."""
 
-    patterns: tuple[str, ...]
-    mode: str = "queue"
-    order: str = "any"
+    patterns: Annotated[
+        tuple[str, ...], partial(many, item=_pattern, least=1, most=MAX_PATTERNS, make=tuple)
+    ]
+    mode: Annotated[str, partial(choice, allowed=MODES)] = "queue"
+    order: Annotated[str, partial(choice, allowed=ORDERS)] = "any"
     retry: Retry = Retry()
-    lease_s: float = 30.0
+    lease_s: Annotated[float, partial(seconds, least=MIN_LEASE_S)] = 30.0
     filter: dict[str, str] = {}
-    start: str = "earliest"
+    start: Annotated[str, engine_place] = "earliest"
     ephemeral: bool = False
     assignment: Strategy = "sticky"
 

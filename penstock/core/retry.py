@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Annotated
+
 import msgspec
 
-from penstock.model.errors import InvalidInput
+from penstock.model.parameter import converters, count, many, milliseconds, refused
 
 # The ladder of row X4: quick for a hiccup, a minute for an outage, then a person.
 LADDER_MS = (100, 1_000, 10_000, 60_000)
 MAX_ATTEMPTS = 5
+MOST_ATTEMPTS = 1_000
 
 
 class Retry(msgspec.Struct, frozen=True):
     """The waits between deliveries, and how many deliveries there are in all.
+
+    A wait is a whole number of milliseconds, text such as "5s", or a timedelta.
 
     >>> retry = Retry.default()
     >>> [retry.delay_s(attempt) for attempt in (1, 2, 3, 4)]
@@ -21,16 +27,16 @@ class Retry(msgspec.Struct, frozen=True):
     (True, True)
     """
 
-    ladder_ms: tuple[int, ...] = LADDER_MS
-    max_attempts: int = MAX_ATTEMPTS
+    ladder_ms: Annotated[
+        tuple[int, ...], partial(many, item=milliseconds, most=MOST_ATTEMPTS, make=tuple)
+    ] = LADDER_MS
+    max_attempts: Annotated[int, partial(count, least=1, most=MOST_ATTEMPTS)] = MAX_ATTEMPTS
 
     def __post_init__(self) -> None:
-        if self.max_attempts < 1 or self.max_attempts > 1_000:
-            raise InvalidInput("max_attempts is 1 to 1,000", max_attempts=self.max_attempts)
-        if any(step < 0 for step in self.ladder_ms):
-            raise InvalidInput("a ladder has no negative step", ladder_ms=self.ladder_ms)
+        for name, convert in converters(type(self)).items():
+            msgspec.structs.force_setattr(self, name, convert(name, getattr(self, name)))
         if self.max_attempts > 1 and not self.ladder_ms:
-            raise InvalidInput("a ladder needs a step for the second attempt", ladder_ms=())
+            raise refused("ladder_ms", "a wait at least for the second attempt", ())
 
     @classmethod
     def default(cls) -> Retry:

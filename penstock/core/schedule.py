@@ -1,4 +1,4 @@
-"""When events are delivered: durations, times, timers, delayed events and recurring ones.
+"""When events are delivered: durations, timers, delayed events and recurring ones.
 
 Everything here is a machine: the wall clock comes in as microseconds since 1970 in UTC, and what
 is due comes out. Snapshots are plain data that the log stores beside its other state.
@@ -6,9 +6,7 @@ is due comes out. Snapshots are plain data that the log stores beside its other 
 
 from __future__ import annotations
 
-import math
-import re
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -17,18 +15,16 @@ import msgspec
 from penstock.core.cron import Cron, parse_cron
 from penstock.core.timers import Timers
 from penstock.model.errors import Deferred, InvalidSchedule, UnknownSchedule
+from penstock.model.parameter import MAX_SPAN_S, Seconds, microseconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-MAX_DURATION_US = 100 * 366 * 86_400 * 1_000_000
+MAX_DURATION_US = MAX_SPAN_S * 1_000_000
 """The longest duration, a century: longer ones are slips of a unit."""
 
 MIN_EVERY_US = 1_000
 """The shortest period of a recurring event, 1 ms: an event loop cannot keep a finer one."""
-
-MAX_EPOCH_S = 100_000_000_000
-"""Numbers above this (the year 5138) are milliseconds passed as seconds."""
 
 MAX_SCHEDULED = 10_000_000
 """Delayed events held at once. One takes about 200 bytes of memory, so these take 2 GB: a fuse
@@ -40,95 +36,28 @@ MAX_RECURRING = 10_000
 DELAYED_RETRY_S = 1.0
 """How long a producer waits when the limit is reached: room appears as events fall due."""
 
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_MICROSECOND = timedelta(microseconds=1)
-_UNITS_US = {
-    "us": 1,
-    "ms": 1_000,
-    "s": 1_000_000,
-    "m": 60_000_000,
-    "h": 3_600_000_000,
-    "d": 86_400_000_000,
-    "w": 604_800_000_000,
-}
-_PART = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)(us|ms|s|m|h|d|w)")
 
-
-def parse_duration(value: str | int | float | timedelta) -> int:
+def parse_duration(value: Seconds) -> int:
     """Turn "90s", "1h30m", a number of seconds or a timedelta into microseconds.
 
     >>> parse_duration("1h30m"), parse_duration(0.25)
     (5400000000, 250000)
     """
-    if isinstance(value, str):
-        text = value.replace(" ", "")
-        parts = _PART.findall(text)
-        if not parts or "".join(number + unit for number, unit in parts) != text:
-            raise _invalid(value, "it is no duration; write it like 250ms, 90s, 5m, 1h30m or 2d")
-        us = sum(round(float(number) * _UNITS_US[unit]) for number, unit in parts)
-    elif isinstance(value, timedelta):
-        us = value // _MICROSECOND
-    elif isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise _invalid(value, "it is no duration; pass text, seconds or a timedelta")
-    else:
-        us = round(value * 1_000_000)
-    if not 0 <= us <= MAX_DURATION_US:
-        raise _invalid(value, "durations run from 0 to 100 years")
-    return us
+    return microseconds("duration", value, kind=InvalidSchedule)
 
 
-def parse_every(value: str | int | float | timedelta) -> int:
+def parse_every(value: Seconds) -> int:
     """The period of a recurring event in microseconds, at least a millisecond.
 
     >>> parse_every("90s")
     90000000
     """
-    us = parse_duration(value)
-    if us < MIN_EVERY_US:
-        raise _invalid(value, "a period is at least 1 ms")
-    return us
-
-
-def parse_when(value: datetime | str | int | float) -> int:
-    """Turn a moment into microseconds since 1970 in UTC: aware datetime, ISO 8601 or epoch seconds.
-
-    >>> parse_when("2026-01-01T00:00:00Z") == parse_when(1767225600)
-    True
-    """
-    if isinstance(value, str):
-        try:
-            moment = datetime.fromisoformat(value.strip())
-        except ValueError:
-            why = "it is no ISO 8601 time such as 2026-01-31T09:00:00Z; for a duration pass delay="
-            raise _invalid(value, why) from None
-    elif isinstance(value, datetime):
-        moment = value
-    elif isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise _invalid(value, "pass an aware datetime, ISO 8601 text or epoch seconds")
-    elif not 0 <= value <= MAX_EPOCH_S:
-        raise _invalid(value, "epoch seconds expected; milliseconds must be divided by 1,000")
-    else:
-        return round(value * 1_000_000)
-    if moment.utcoffset() is None:
-        raise _invalid(value, "it has no time zone, so it names no moment; add one, such as Z")
-    us = (moment - _EPOCH) // _MICROSECOND
-    if us < 0:
-        raise _invalid(value, "it lies before 1970")
-    return us
+    return microseconds("every", value, least=MIN_EVERY_US / 1e6, kind=InvalidSchedule)
 
 
 def _invalid(value: object, why: str) -> InvalidSchedule:
     return InvalidSchedule(
         f"{value!r} cannot be scheduled: {why}; nothing was stored", value=value, why=why
-    )
-
-
-def no_moment(value: object, error: InvalidSchedule) -> InvalidSchedule:
-    """What somebody hears who asks for a time that is none; nothing is scheduled there."""
-    return InvalidSchedule(
-        f"{value!r} names no moment. Give a time with its zone, such as 2026-01-31T09:00:00Z, epoch "
-        "seconds, or how long ago, such as 2h",
-        **error.data,
     )
 
 

@@ -51,7 +51,11 @@ DeadLetterEntry = Dead | DeadReplayed | DeadPurged
 
 
 class DeadLetter(msgspec.Struct):
-    """An event that ran out of attempts or was rejected, and where its copy lies."""
+    """An event that ran out of attempts or was rejected, and where its copy lies.
+
+    >>> DeadLetter("orders/0/7", "billing", "orders", 0, 7, "default", 5, "no", 0, 0).status
+    'dead'
+    """
 
     id: str
     consumer: str

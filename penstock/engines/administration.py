@@ -17,7 +17,6 @@ from penstock.core.takeup import ledgers as owed
 from penstock.engines import request as ask
 from penstock.engines.deadletters import newest_letters
 from penstock.engines.engine import Request
-from penstock.engines.operator_rules import check_actor
 from penstock.engines.standing_orders import StandingOrders
 from penstock.engines.views import (
     GroupInfo,
@@ -43,8 +42,6 @@ from penstock.model.topic import check_topic, is_system
 
 if TYPE_CHECKING:
     from penstock.engines.embedded import EmbeddedEngine
-
-MAX_PARTITIONS = 1_024  # of one topic in one folder; more belongs on a cluster
 
 
 class Administration:
@@ -90,7 +87,6 @@ class Administration:
         if handler is None:
             name = type(request).__name__
             raise Unsupported(f"this engine does not know {name}", request=name)
-        check_actor(getattr(request, "actor", None) or "")
         return await handler(request)
 
     async def _refused(
@@ -122,7 +118,6 @@ class Administration:
         check_topic(request.topic, system=request.spec.ephemeral)
         if request.topic in self._engine.state.topics:
             raise AlreadyExists(f"topic {request.topic!r} exists already", topic=request.topic)
-        _check_partitions(request.spec.partitions)
         await self._engine.topics.ensure(request.topic, request.spec)
         return self._topic_info(request.topic)
 
@@ -137,7 +132,6 @@ class Administration:
             ephemeral=old.ephemeral,
             floors=old.floors,
         )
-        _check_partitions(new.partitions)
         if new.partitions < old.partitions:
             raise InvalidInput(
                 f"{topic!r} has {old.partitions} partitions; they can be added, never removed",
@@ -329,10 +323,3 @@ def _plain(spec: TopicSpec) -> dict[str, Any]:
         "retention_bytes": spec.retention_bytes,
         "write_once": None if spec.write_once is None else str(spec.write_once),
     }
-
-
-def _check_partitions(count: int) -> None:
-    if not 1 <= count <= MAX_PARTITIONS:
-        raise InvalidInput(
-            f"a topic has 1 to {MAX_PARTITIONS} partitions, not {count}", partitions=count
-        )

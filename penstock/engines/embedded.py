@@ -47,7 +47,7 @@ from penstock.engines.taken import Taken
 from penstock.engines.timekeeper import Timekeeper
 from penstock.engines.topics import Topics
 from penstock.engines.views import known_partition
-from penstock.log.disk import Disk, Lock, read_file, write_file
+from penstock.log.disk import Disk, Lock, no_folder, read_file, write_file
 from penstock.log.journal import Journal
 from penstock.log.recovery import Recovered, open_for_writing, refuse_foreign
 from penstock.model.batch import EventBatch
@@ -119,9 +119,12 @@ class EmbeddedEngine:
         self.is_open = True
 
     def _take_lock(self) -> Lock:
-        self.disk.make_dir("")
-        refuse_foreign(self.disk)
-        return self.disk.lock()
+        try:
+            self.disk.make_dir("")
+            refuse_foreign(self.disk)
+            return self.disk.lock()
+        except OSError as error:
+            raise no_folder(error) from None
 
     async def _start(self) -> None:
         found = self.recovered

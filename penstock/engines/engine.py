@@ -8,7 +8,8 @@ with Unsupported.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -16,6 +17,9 @@ from penstock.core.entry import GroupSpec
 from penstock.model.batch import EventBatch
 from penstock.model.column import Headers
 from penstock.model.event import Event, Identity, Receipt
+from penstock.model.parameter import GroupName, count, untouched
+
+MAX_INFLIGHT = 1_000_000  # events of one consumer that are not settled, as in the settings
 
 
 class Draft:
@@ -98,12 +102,12 @@ class Stretch(NamedTuple):
 class Subscribe(msgspec.Struct, frozen=True):
     """Everything an engine needs to know to open a feed."""
 
-    group: str
+    group: GroupName
     spec: GroupSpec
-    member: str
-    max_inflight: int
+    member: GroupName
+    max_inflight: Annotated[int, partial(count, least=1, most=MAX_INFLIGHT)]
     identity: Identity = Identity()
-    handed: dict[tuple[str, int], Stretch] = {}
+    handed: Annotated[dict[tuple[str, int], Stretch], untouched] = {}
     """Log mode, by topic and partition: what the member has from before the broker was restarted."""
 
 

@@ -19,7 +19,7 @@ from penstock.engines.reading import event_at, stored_batches
 from penstock.engines.runtime import Runtime
 from penstock.engines.views import known_partition, recorded_group, topic_info
 from penstock.log.auditreader import AuditReader
-from penstock.log.disk import Disk, read_file
+from penstock.log.disk import Disk, no_folder, read_file
 from penstock.log.recovery import Recovery, check_folder
 from penstock.model.batch import EventBatch
 from penstock.model.errors import UnknownDeadLetter, UnknownGroup, Unsupported
@@ -64,7 +64,10 @@ class FollowerEngine:
         self._poller = asyncio.create_task(self._poll(), name="penstock-follow")
 
     def _recover(self) -> Recovery:
-        check_folder(self.disk, write=False)
+        try:
+            check_folder(self.disk, write=False)
+        except OSError as error:
+            raise no_folder(error) from None
         recovery = Recovery(self.disk, self.settings, write=False)
         recovery.run()
         return recovery

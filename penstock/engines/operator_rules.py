@@ -1,13 +1,13 @@
 """Operator rules: what every change by hand must say before anything happens (rows T8, T9).
 
 The command line, the admin API and the wire all end here, so they follow the same rules. What
-passes stands in the journal and in the audit chain for ever; a record too large for the chain would
-stop it, so every text has a bound.
+passes stands in the journal and in the audit chain for ever. The bounds of each field are those of
+its request (`penstock.engines.request`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from penstock.model.errors import (
     ConfirmationNeeded,
@@ -15,18 +15,8 @@ from penstock.model.errors import (
     InvalidInput,
     PayloadTooLarge,
 )
+from penstock.model.parameter import MAX_ID_CHARACTERS, MAX_NAME_CHARACTERS, shown
 from penstock.model.settings import Limits
-
-MAX_IDS = 1_000  # in one request: each is a commit of its own, so this takes a second or two
-MAX_NAME_CHARACTERS = 128  # of a client, group or member: they stand in every lease of the journal
-MAX_ID_CHARACTERS = 300  # of a message: a topic of full length, a partition and an offset fit
-MAX_TEXT_CHARACTERS = 4_096  # of an actor or a reason, as in the admin API
-SHOWN_CHARACTERS = 80  # of a wrong name in its error, so that a hostile one cannot flood a log
-
-
-def check_actor(actor: str) -> None:
-    """Raise InvalidInput when an actor's name does not fit an audit record."""
-    _check_length("actor", actor)
 
 
 def signed(actor: str, reason: str) -> str:
@@ -48,8 +38,6 @@ def signed(actor: str, reason: str) -> str:
             "changed. Say why in a few words",
             field="reason",
         )
-    check_actor(actor)
-    _check_length("reason", reason)
     return reason
 
 
@@ -65,24 +53,13 @@ def confirmed(word: str, confirm: str, actor: str, reason: str) -> str:
     return reason
 
 
-def check_count(ids: Sequence[str]) -> None:
-    """Raise InvalidInput when one request names too many records."""
-    if len(ids) > MAX_IDS:
-        raise InvalidInput(
-            f"{len(ids)} ids in one request, and {MAX_IDS} are allowed; nothing was changed. Ask "
-            "several times",
-            ids=len(ids),
-            limit=MAX_IDS,
-        )
-
-
 def check_id(id: str) -> None:
     """Raise InvalidInput when no command could name a dead letter of this id again."""
     # The command line separates ids by commas and strips them.
     fits = 0 < len(id) <= MAX_ID_CHARACTERS and id.isprintable()
     if not fits or "," in id or id != id.strip():
         raise InvalidInput(
-            f"{_shown(id)} is no id for a message: 1 to {MAX_ID_CHARACTERS} printable characters, "
+            f"{shown(id)} is no id for a message: 1 to {MAX_ID_CHARACTERS} printable characters, "
             "without commas and without spaces around them; nothing was stored. Choose another",
             field="id",
         )
@@ -93,20 +70,10 @@ def check_consumer(name: str) -> None:
     fits = 0 < len(name) <= MAX_NAME_CHARACTERS and name.isprintable()
     if not fits or name.startswith("_") or any(each.isspace() or each == "," for each in name):
         raise InvalidInput(
-            f"{_shown(name)} is no consumer group, and no name for one: 1 to {MAX_NAME_CHARACTERS} "
+            f"{shown(name)} is no consumer group, and no name for one: 1 to {MAX_NAME_CHARACTERS} "
             "printable characters without spaces and commas, not beginning with '_'; nothing was "
             "stored. `penstock group list` shows the groups",
             field="consumer",
-        )
-
-
-def check_schedule_id(id: str) -> None:
-    """Raise InvalidInput when the id of a recurring event does not fit an audit record."""
-    if not 0 < len(id) <= MAX_ID_CHARACTERS:
-        raise InvalidInput(
-            f"the id of a schedule has 1 to {MAX_ID_CHARACTERS} characters, not {len(id)}; nothing "
-            "was stored. Choose a shorter one",
-            field="id",
         )
 
 
@@ -126,17 +93,3 @@ def check_content(payload: bytes, headers: Mapping[str, str], limits: Limits) ->
             f"{len(headers)} headers of {size} bytes are over the limit of {limits.max_headers} and "
             f"{limits.max_headers_bytes} bytes; nothing was stored. Put the rest into the payload"
         )
-
-
-def _check_length(field: str, text: str) -> None:
-    if len(text) > MAX_TEXT_CHARACTERS:
-        raise InvalidInput(
-            f"the {field} has {len(text)} characters, and {MAX_TEXT_CHARACTERS} are allowed; nothing "
-            "was changed. Say it shorter",
-            field=field,
-        )
-
-
-def _shown(text: str) -> str:
-    cut = text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
-    return ascii(cut) if not cut.isprintable() else repr(cut)

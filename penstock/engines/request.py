@@ -1,13 +1,29 @@
 """Administrative requests: every question and command an engine answers, as values.
 
-They are plain structs so that a wire can carry them as they are.
+They are plain structs so that a wire can carry them as they are. The type of a field says how its
+value is converted and checked: `penstock.model.parameter.checked` does both, at every door.
 """
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Annotated
+
 from penstock.core.catalogue import Route
-from penstock.core.entry import TopicSpec
+from penstock.core.entry import Partitions, RetentionBytes, TopicSpec
+from penstock.core.schedule import MAX_DURATION_US, MIN_EVERY_US
 from penstock.engines.engine import Request
+from penstock.model.page import MAX_SKIP
+from penstock.model.parameter import (
+    Id,
+    Ids,
+    Name,
+    Number,
+    Partition,
+    Span,
+    count,
+    engine_place,
+)
 
 
 class ListTopics(Request, frozen=True):
@@ -19,23 +35,23 @@ class ListTopics(Request, frozen=True):
 class DescribeTopic(Request, frozen=True):
     """One topic with its partitions."""
 
-    topic: str
+    topic: Name
 
 
 class CreateTopic(Request, frozen=True):
     """Make a topic."""
 
-    topic: str
+    topic: Name
     spec: TopicSpec
 
 
 class ConfigureTopic(Request, frozen=True):
     """Change what is configured for a topic; None leaves a setting as it is."""
 
-    topic: str
-    partitions: int | None = None
-    retention_age_s: float | None = None
-    retention_bytes: int | None = None
+    topic: Name
+    partitions: Partitions | None = None
+    retention_age_s: Span | None = None
+    retention_bytes: RetentionBytes | None = None
     write_once: bool | None = None
     actor: str = "local"
 
@@ -43,16 +59,16 @@ class ConfigureTopic(Request, frozen=True):
 class DeleteTopic(Request, frozen=True):
     """Remove a topic and its events."""
 
-    topic: str
+    topic: Name
     actor: str = "local"
 
 
 class FindOffset(Request, frozen=True):
     """The first offset appended at or after a time."""
 
-    topic: str
-    partition: int
-    time_us: int
+    topic: Name
+    partition: Partition
+    time_us: Number
 
 
 class AdmitReplay(Request, frozen=True):
@@ -68,22 +84,22 @@ class ListGroups(Request, frozen=True):
 class DescribeGroup(Request, frozen=True):
     """One group with its lanes."""
 
-    group: str
+    group: Name
 
 
 class ResetGroup(Request, frozen=True):
     """Move a group: to "earliest", "latest", an offset ("offset:42") or a time ("time:MICROSECONDS")."""
 
-    group: str
-    to: str
-    topic: str | None = None
+    group: Name
+    to: Annotated[str, engine_place]
+    topic: Name | None = None
     actor: str = "local"
 
 
 class DeleteGroup(Request, frozen=True):
     """Forget a group and its cursors."""
 
-    group: str
+    group: Name
     actor: str = "local"
 
 
@@ -91,23 +107,23 @@ class ListDead(Request, frozen=True):
     """Dead letters, newest first."""
 
     consumer: str | None = None
-    topic: str | None = None
+    topic: Name | None = None
     tenant: str | None = None
-    limit: int = 100
+    limit: Annotated[int, partial(count, least=1, most=MAX_SKIP)] = 100
     everything: bool = False
-    offset: int = 0
+    offset: Annotated[int, partial(count, most=MAX_SKIP)] = 0
 
 
 class InspectDead(Request, frozen=True):
     """One dead letter with its payload."""
 
-    id: str
+    id: Id
 
 
 class ReplayDead(Request, frozen=True):
     """Give dead letters back to their consumer."""
 
-    ids: list[str]
+    ids: Ids
     target_consumer: str
     target_topic: str
     actor: str
@@ -118,9 +134,9 @@ class ReplayDead(Request, frozen=True):
 class Quarantine(Request, frozen=True):
     """Put a message among the dead letters by hand."""
 
-    id: str
+    id: Id
     consumer: str
-    topic: str
+    topic: Name
     actor: str
     reason: str
     payload: bytes | None = None
@@ -129,7 +145,7 @@ class Quarantine(Request, frozen=True):
 class PurgeDead(Request, frozen=True):
     """Take dead letters out of the view."""
 
-    ids: list[str]
+    ids: Ids
     actor: str
     reason: str
     confirm: str
@@ -140,8 +156,8 @@ class QueryAudit(Request, frozen=True):
 
     message: str | None = None
     actor: str | None = None
-    since_us: int | None = None
-    until_us: int | None = None
+    since_us: Number | None = None
+    until_us: Number | None = None
     operation: str | None = None
 
 
@@ -169,7 +185,7 @@ class PutRoute(Request, frozen=True):
 class RemoveRoute(Request, frozen=True):
     """Drop a route."""
 
-    pattern: str
+    pattern: Name
     destination: str
     actor: str = "local"
 
@@ -177,7 +193,7 @@ class RemoveRoute(Request, frozen=True):
 class SwitchRoute(Request, frozen=True):
     """Enable or disable a route."""
 
-    pattern: str
+    pattern: Name
     destination: str
     enabled: bool
     actor: str = "local"
@@ -186,7 +202,7 @@ class SwitchRoute(Request, frozen=True):
 class ResolveRoute(Request, frozen=True):
     """The routes an event of a topic takes."""
 
-    topic: str
+    topic: Name
     tenant: str | None = None
 
 
@@ -197,20 +213,20 @@ class ListSchedules(Request, frozen=True):
 class PutSchedule(Request, frozen=True):
     """Define a recurring event."""
 
-    id: str
-    topic: str
+    id: Id
+    topic: Name
     payload: bytes
     codec: str
     headers: dict[str, str] = {}
     cron: str | None = None
-    every_us: int | None = None
+    every_us: Annotated[int, partial(count, least=MIN_EVERY_US, most=MAX_DURATION_US)] | None = None
     actor: str = ""
 
 
 class RemoveSchedule(Request, frozen=True):
     """Drop a recurring event."""
 
-    id: str
+    id: Id
     actor: str = ""
 
 

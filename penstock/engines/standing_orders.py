@@ -16,7 +16,7 @@ from penstock.core.catalogue import Route
 from penstock.core.entry import RecurringGone, RecurringPut
 from penstock.core.schedule import Definition
 from penstock.engines import request as ask
-from penstock.engines.operator_rules import check_content, check_schedule_id
+from penstock.engines.operator_rules import check_content
 from penstock.model.errors import PenstockError, UnknownRoute, UnknownSchedule
 from penstock.model.topic import check_topic
 
@@ -112,7 +112,6 @@ class StandingOrders:
         """Define a recurring event, or replace the one of its id."""
         engine, recurring = self._engine, self._engine.state.schedule.recurring
         check_topic(request.topic)
-        check_schedule_id(request.id)
         check_content(request.payload, request.headers, engine.settings.limits)
         wanted = Definition(
             id=request.id, topic=request.topic, payload=request.payload, codec=request.codec,

@@ -23,7 +23,12 @@ class PartitionInfo(msgspec.Struct):
 
 
 class TopicInfo(msgspec.Struct):
-    """One topic."""
+    """One topic: what is configured for it, and its partitions.
+
+    >>> part = PartitionInfo(0, first_offset=3, end_offset=10, sealed_bytes=0)
+    >>> TopicInfo("orders", "default", [part], None, None, False).events
+    7
+    """
 
     name: str
     tenant: str
@@ -31,6 +36,16 @@ class TopicInfo(msgspec.Struct):
     retention_age_s: float | None
     retention_bytes: int | None
     write_once: bool
+
+    @property
+    def events(self) -> int:
+        """How many events are kept."""
+        return sum(part.end_offset - part.first_offset for part in self.partitions)
+
+    @property
+    def sealed_bytes(self) -> int:
+        """What its events take in segments."""
+        return sum(part.sealed_bytes for part in self.partitions)
 
 
 class LaneInfo(msgspec.Struct):
@@ -45,7 +60,11 @@ class LaneInfo(msgspec.Struct):
 
 
 class GroupInfo(msgspec.Struct):
-    """One consumer group."""
+    """One consumer group, and how far it is in each partition.
+
+    >>> GroupInfo("billing", "queue", "any", ["orders.*"], [], 0, 0, []).lag
+    0
+    """
 
     name: str
     mode: str

@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
-from penstock.model.errors import FolderLocked
+from penstock.model.errors import FolderLocked, NotADataFolder
 
 Bytes = bytes | bytearray | memoryview
 
@@ -144,6 +144,23 @@ def holder_in_words(holder: str) -> str:
         return f"process {said['pid']} on {said['host']}, since {since:%Y-%m-%d %H:%M:%S} UTC"
     except (ValueError, TypeError, KeyError, OverflowError, OSError):
         return holder or "another process"
+
+
+NO_PLACE = {
+    errno.EACCES, errno.EEXIST, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG,
+    errno.ENOENT, errno.ENOTDIR, errno.EPERM, errno.EROFS,
+}  # fmt: skip
+
+
+def no_folder(error: OSError) -> Exception:
+    """What opening a folder raises: where another place must be named, that; else the error itself."""
+    if error.errno not in NO_PLACE:
+        return error
+    return NotADataFolder(
+        f"the folder cannot be opened: {error.strerror}: {error.filename!r}. Name a folder that this "
+        "user may read and write, or one that can be made",
+        path=str(error.filename),
+    )
 
 
 UNFINISHED = ".tmp"

@@ -91,7 +91,7 @@ def check_folder(disk: Disk, *, write: bool) -> None:
             version = int(json.loads(read_file(disk, ABOUT))["format"])
         except (ValueError, KeyError, TypeError):
             raise Corrupted(
-                f"{ABOUT} cannot be read; write {{'format': {FORMAT}}} into it if this is a "
+                f'{ABOUT} cannot be read; write {{"format": {FORMAT}}} into it if this is a '
                 "Penstock folder",
                 path=ABOUT,
             ) from None

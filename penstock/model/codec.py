@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import math
 import re
 import struct
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
@@ -111,6 +112,23 @@ class JsonCodec(StructuredCodec):
     def __init__(self) -> None:
         super().__init__(msgspec.json.Encoder(enc_hook=_model_to_json).encode, _json_decoder)
 
+    def encode(self, value: Any) -> bytes:
+        """Bytes for one value; what JSON could not give back is refused."""
+        data = super().encode(value)
+        if b"null" in data or b"[" in data:
+            _check_kept(self.name, value, "$")
+        return data
+
+    def encode_many(self, values: Sequence[Any]) -> list[bytes]:
+        """Bytes for each value; the path of a failure starts with its index."""
+        found = super().encode_many(values)
+        joined = b" ".join(found)
+        if b"null" in joined or b"[" in joined:
+            for at, (value, data) in enumerate(zip(values, found, strict=True)):
+                if b"null" in data or b"[" in data:
+                    _check_kept(self.name, value, f"$[{at}]")
+        return found
+
 
 class MsgpackCodec(StructuredCodec):
     """MessagePack: the same values as JSON, smaller, with bytes kept as bytes.
@@ -124,6 +142,19 @@ class MsgpackCodec(StructuredCodec):
 
     def __init__(self) -> None:
         super().__init__(msgspec.msgpack.Encoder(enc_hook=_model_to_dict).encode, _msgpack_decoder)
+
+    def encode(self, value: Any) -> bytes:
+        """Bytes for one value; what msgpack could not give back is refused."""
+        data = super().encode(value)
+        _check_kept(self.name, value, "$")
+        return data
+
+    def encode_many(self, values: Sequence[Any]) -> list[bytes]:
+        """Bytes for each value; the path of a failure starts with its index."""
+        found = super().encode_many(values)
+        for at, value in enumerate(values):
+            _check_kept(self.name, value, f"$[{at}]")
+        return found
 
 
 class RawCodec:
@@ -257,6 +288,40 @@ def encode_many(codec: Codec, values: Sequence[Any]) -> list[bytes]:
     return many(values) if many else [codec.encode(value) for value in values]
 
 
+PLAIN = frozenset({str, int, bool, type(None), bytes})
+"""What has no parts and is read back as it was."""
+
+
+def _check_kept(codec: str, value: Any, path: str) -> None:
+    """Raise EncodeFailed when a value holds what a reader would get back as something else.
+
+    A set is fine in a field of a struct or a model, whose type makes a set of the list again.
+    """
+    found = _changed(value, codec == "json", typed=False, depth=0)
+    if found is not None:
+        raise encode_failed(codec, ValueError(found[1]), path + found[0])
+
+
+def _changed(value: Any, json: bool, *, typed: bool, depth: int) -> tuple[str, str] | None:
+    """Path and problem of the first part that would be read back changed; None when there is none."""
+    if type(value) in PLAIN or depth >= MAX_BLAME_DEPTH:
+        return None
+    if isinstance(value, float):
+        changed = json and not math.isfinite(value)
+        return ("", f"JSON has no {value}; send None or text") if changed else None
+    if isinstance(value, set | frozenset):
+        return None if typed else ("", "a set would be read back as a list; send a list")
+    parts = value.values() if isinstance(value, dict) else value
+    if isinstance(value, dict | list | tuple) and set(map(type, parts)) <= PLAIN:
+        return None
+    typed = typed or not isinstance(value, dict | list | tuple)
+    for step, part in _children(value):
+        found = _changed(part, json, typed=typed, depth=depth + 1)
+        if found is not None:
+            return step + found[0], found[1]
+    return None
+
+
 def _model_to_json(value: Any) -> Any:
     if hasattr(value, "model_dump_json"):
         return msgspec.Raw(value.model_dump_json().encode())
@@ -347,6 +412,8 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
         yield from (
             (f".{field.name}", getattr(value, field.name)) for field in dataclasses.fields(value)
         )
+    elif hasattr(value, "model_dump"):
+        yield from ((f".{name}", child) for name, child in vars(value).items())
 
 
 def refuse_compressed_buffers(stream: pa.Buffer) -> None:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 
 from penstock.model.codec import codecs
 from penstock.model.errors import InvalidInput, NotLeased
+from penstock.model.parameter import MAX_TEXT_CHARACTERS, Seconds
+from penstock.model.parameter import seconds as in_seconds
+from penstock.model.parameter import text as parameter_text
+from penstock.model.topic import MAX_WORD_BYTES
 
 if TYPE_CHECKING:
     from penstock.model.batch import EventBatch
@@ -37,7 +42,7 @@ class MessageId(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> MessageId:
         """Read the text form."""
-        topic, _, rest = text.partition("/")
+        topic, _, rest = parameter_text("id", text).partition("/")
         partition, _, offset = rest.partition("/")
         if not topic or not partition.isdecimal() or not offset.isdecimal():
             raise InvalidInput(
@@ -53,7 +58,7 @@ class Identity(msgspec.Struct, frozen=True):
     'acme'
     """
 
-    tenant: str = "default"
+    tenant: Annotated[str, partial(parameter_text, least=1, most=MAX_WORD_BYTES)] = "default"
     subject: str = "local"
     roles: tuple[str, ...] = ()
 
@@ -175,17 +180,20 @@ class Event(msgspec.Struct, gc=False, eq=False, repr_omit_defaults=True):
         """Done: never deliver this event to this group again."""
         self._leased().ack(self.index)
 
-    async def nack(self, delay_s: float | None = None, reason: str = "nacked") -> None:
+    async def nack(self, delay_s: Seconds | None = None, reason: str = "nacked") -> None:
         """Not done: deliver again after `delay_s`, or after the ladder's next step."""
-        self._leased().nack(self.index, delay_s, reason)
+        delivery = self._leased()
+        delay = None if delay_s is None else in_seconds("delay_s", delay_s)
+        delivery.nack(self.index, delay, _reason(reason))
 
-    async def extend(self, seconds: float | None = None) -> None:
+    async def extend(self, seconds: Seconds | None = None) -> None:
         """Still working: move the deadline of this delivery."""
-        self._leased().extend(self.index, seconds)
+        delivery = self._leased()
+        delivery.extend(self.index, None if seconds is None else in_seconds("seconds", seconds))
 
     async def reject(self, reason: str = "rejected") -> None:
         """Hopeless: put it among the dead letters now."""
-        self._leased().reject(self.index, reason)
+        self._leased().reject(self.index, _reason(reason))
 
     def _leased(self) -> Any:
         if self.delivery is None:
@@ -195,3 +203,9 @@ class Event(msgspec.Struct, gc=False, eq=False, repr_omit_defaults=True):
                 id=str(self.id),
             )
         return self.delivery
+
+
+def _reason(reason: str) -> str:
+    """A reason is cut to what a dead letter keeps of it: it often is the text of an error."""
+    cut = reason[:MAX_TEXT_CHARACTERS] if isinstance(reason, str) else reason
+    return parameter_text("reason", cut)

@@ -36,6 +36,11 @@ MAX_FILE_BYTES = MIB  # thousands of tenants fit; a data file given by mistake d
 MAX_KEY_CHARS = 255  # what a tenant may be called, and far more than any setting is
 PREFIX = "PENSTOCK_"
 NOT_SETTINGS = frozenset({"PENSTOCK_URL", "PENSTOCK_CONFIG"})  # where the bus and this file are
+ENVIRONMENT = "environment "
+OF_A_SERVICE = re.compile(
+    r"_(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)\Z"
+)
+"""What Kubernetes sets in every container for each service, one called `penstock` included."""
 TENANTS = "admission.tenants"
 NO_KEY = "-"  # of a problem with the file as a whole
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -95,6 +100,19 @@ def load(
     )
 
 
+def unknown(env: Mapping[str, str]) -> list[Problem]:
+    """The names in the environment that look like settings and are none: said, and not heeded.
+
+    >>> names = {"PENSTOCK_DURABILITY_FSNC": "never", "PENSTOCK_PORT": "tcp://10.0.0.7:4711"}
+    >>> [problem.source for problem in unknown(names)]
+    ['environment PENSTOCK_DURABILITY_FSNC']
+    """
+    found = check(env=env)
+    return [
+        problem for problem in found if problem.severity == "warning" and _kind(problem.key) is None
+    ]
+
+
 def check(
     path: str | None = None,
     env: Mapping[str, str] = NOTHING,
@@ -118,7 +136,10 @@ def _resolve(
         try:
             value = _understood(entry)
         except ValueError as error:
-            problems.append(Problem("error", entry.source, entry.key, str(error)))
+            # What is in the environment need not be ours: it never stops a program.
+            foreign = entry.source.startswith(ENVIRONMENT) and _kind(entry.key) is None
+            severity: Literal["error", "warning"] = "warning" if foreign else "error"
+            problems.append(Problem(severity, entry.source, entry.key, str(error)))
         else:
             values[entry.key] = value
             sources[entry.key] = entry.source
@@ -149,7 +170,9 @@ def _entries(
     for name, text in sorted(env.items()):
         if name.startswith(PREFIX) and name not in NOT_SETTINGS:
             group, _, field = name.removeprefix(PREFIX).lower().partition("_")
-            yield from _split(Entry(f"environment {name}", f"{group}.{field}", text, True))
+            key = f"{group}.{field}"
+            if _kind(key) is not None or key == TENANTS or not OF_A_SERVICE.search(name):
+                yield from _split(Entry(f"{ENVIRONMENT}{name}", key, text, True))
     for key, value in flags.items():
         yield from _split(Entry("flag", key, value, isinstance(value, str)))
 

@@ -14,11 +14,20 @@ BYTES = {
     **{"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15},
     **{"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50},
 }
-MILLISECONDS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
-SHOWN_SPANS = {"ms": "ms", "s": "s", "m": "min", "h": "h", "d": "d"}
+SPANS_MS = {
+    "us": Decimal("0.001"),
+    "ms": Decimal(1),
+    "s": Decimal(1_000),
+    "m": Decimal(60_000),
+    "min": Decimal(60_000),
+    "h": Decimal(3_600_000),
+    "d": Decimal(86_400_000),
+    "w": Decimal(604_800_000),
+}
+SHOWN_SPANS = ("ms", "s", "min", "h", "d")
 
 # 18 digits hold every size and time there is and keep the arithmetic small.
-NUMBER = re.compile(r"\s*(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]*)\s*")
+_PART = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([A-Za-z]*)\s*")
 
 
 def unit_of(name: str) -> str:
@@ -36,26 +45,30 @@ def unit_of(name: str) -> str:
 def parse(text: str, unit: str) -> int | float:
     """The number of `unit` that a text means; a text without a unit is in `unit` already.
 
-    >>> parse("64MiB", "bytes"), parse("1.5 GB", "bytes"), parse("2h", "s"), parse("1.5s", "ms")
-    (67108864, 1500000000, 7200, 1500)
+    >>> parse("64MiB", "bytes"), parse("1.5 GB", "bytes"), parse("1h30m", "s"), parse("1.5s", "ms")
+    (67108864, 1500000000, 5400, 1500)
     """
-    match = NUMBER.fullmatch(text)
-    if match is None:
+    written = text.strip()
+    parts = [(Decimal(number), suffix) for number, suffix in _PART.findall(written)]
+    if not parts or _PART.sub("", written):
         raise ValueError("is not a number with a unit")
-    number, suffix = Decimal(match[1]), match[2]
+    if len(parts) > 1 and (unit == "bytes" or not all(suffix for _, suffix in parts)):
+        raise ValueError("is not a number with a unit")
+    value = sum((number * _factor(suffix, unit) for number, suffix in parts), Decimal(0))
+    return int(value) if value == int(value) else float(value)
+
+
+def _factor(suffix: str, unit: str) -> Decimal:
     if unit == "bytes":
         factors = {name.lower(): Decimal(factor) for name, factor in BYTES.items()}
-        suffix = suffix.lower()
-        known = "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"
+        found, known = factors.get(suffix.lower()), "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"
     else:
-        base = MILLISECONDS[unit]
-        factors = {name: Decimal(factor) / base for name, factor in MILLISECONDS.items()}
-        factors[""] = Decimal(1)
-        known = ", ".join(MILLISECONDS)
-    if suffix not in factors:
-        raise ValueError(f"has an unknown unit {match[2]!r}; known: {known}")
-    value = number * factors[suffix]
-    return int(value) if value == int(value) else float(value)
+        base = SPANS_MS[unit]
+        found = SPANS_MS[suffix] / base if suffix in SPANS_MS else None
+        found, known = (Decimal(1) if not suffix else found), ", ".join(SPANS_MS)
+    if found is None:
+        raise ValueError(f"has an unknown unit {suffix!r}; known: {known}")
+    return found
 
 
 def show(value: Any, unit: str) -> str:
@@ -76,9 +89,7 @@ def show(value: Any, unit: str) -> str:
         steps = {name: Decimal(factor) for name, factor in BYTES.items() if name.endswith("iB")}
         steps["B"] = Decimal(1)
     else:
-        steps = {
-            SHOWN_SPANS[name]: Decimal(f) / MILLISECONDS[unit] for name, f in MILLISECONDS.items()
-        }
+        steps = {name: SPANS_MS[name] / SPANS_MS[unit] for name in SHOWN_SPANS}
     exact = Decimal(str(value))
     fitting = {name: step for name, step in steps.items() if exact % step == 0}
     if not fitting:

@@ -12,7 +12,7 @@ import uuid
 
 import numpy as np
 
-from penstock.model.errors import InvalidInput
+from penstock.model.parameter import refused
 
 TOKEN_BYTES = 16
 # The lowest 40 bits of a fresh token are a counter that starts at zero: a batch would have to hold
@@ -92,7 +92,7 @@ def token_of_key(idempotency_key: str) -> bytes:
     return hashlib.blake2b(idempotency_key.encode(), digest_size=TOKEN_BYTES).digest()
 
 
-def parse_token(value: bytes | str | uuid.UUID) -> bytes:
+def parse_token(value: bytes | str | uuid.UUID, parameter: str = "token") -> bytes:
     """Accept a token as 16 bytes, as a UUID or as its text."""
     if isinstance(value, uuid.UUID):
         return value.bytes
@@ -103,8 +103,6 @@ def parse_token(value: bytes | str | uuid.UUID) -> bytes:
             return uuid.UUID(value).bytes
         except ValueError:
             pass
-    raise InvalidInput(
-        f"{value!r} is no token: give 16 bytes, a UUID or its text, or use idempotency_key= "
-        "for a key of your own",
-        value=repr(value),
+    raise refused(
+        parameter, "16 bytes, a UUID or its text (a key of your own is an idempotency_key)", value
     )

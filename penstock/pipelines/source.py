@@ -25,8 +25,8 @@ from pyspark.sql.streaming.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from penstock.bus.publishing import when_us
 from penstock.model.errors import InvalidInput, UnknownTopic
+from penstock.model.parameter import place
 from penstock.model.topic import is_wildcard
 from penstock.pipelines import event_time
 from penstock.pipelines.columns import LATE, VALUE, check_schema, row_ddl
@@ -135,8 +135,12 @@ class _Reader:
             return {lane: given.get(lane, first) for lane, (first, _) in bounds.items()}
         if text in ("earliest", "latest"):
             return {lane: ends[text == "latest"] for lane, ends in bounds.items()}
-        time_us = when_us(text, time.time_ns() // 1_000)
-        return {lane: self.store().find_time(*lane, time_us) for lane in bounds}
+        kind, _, number = place("start", text, time.time_ns() // 1_000).partition(":")
+        if kind == "offset":
+            return {
+                lane: max(first, min(int(number), end)) for lane, (first, end) in bounds.items()
+            }
+        return {lane: self.store().find_time(*lane, int(number)) for lane in bounds}
 
     def _check_given(self, given: Offsets, bounds: Bounds) -> None:
         for lane, offset in given.items():

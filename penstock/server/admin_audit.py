@@ -16,7 +16,7 @@ PATH = "/api/admin/audit"
 
 When = Annotated[
     str | None,
-    Meta(description="ISO 8601 with a zone, epoch seconds, or how long ago, such as 2h."),
+    Meta(description="ISO 8601, in UTC without a zone; @1767225600; or how long ago, such as 2h."),
 ]
 
 
@@ -52,8 +52,8 @@ async def list_events(call: Call) -> Page[AuditEvent]:
     wanted: AuditQuery = call.query
     found = await call.ask(
         ask.QueryAudit(
-            wanted.message, wanted.actor, call.moment_us(wanted.since),
-            call.moment_us(wanted.until), wanted.operation,
+            wanted.message, wanted.actor, call.moment_us("since", wanted.since),
+            call.moment_us("until", wanted.until), wanted.operation,
         )
     )  # fmt: skip
     records = page(found, wanted.limit, wanted.offset)

@@ -11,8 +11,8 @@ from penstock.core.state import DeadLetter
 from penstock.engines import request as ask
 from penstock.engines.deadletters import DeadLetterDetail
 from penstock.engines.deadletters import Outcome as EngineOutcome
-from penstock.engines.operator_rules import MAX_IDS
 from penstock.model.errors import InvalidInput
+from penstock.model.parameter import MAX_IDS
 from penstock.server.admin_endpoint import (
     Actor,
     Answered,

@@ -15,12 +15,12 @@ from typing import Annotated, Any, Generic, TypeVar
 import msgspec
 from msgspec import Meta
 
-from penstock.bus.publishing import when_us
 from penstock.engines.embedded import EmbeddedEngine
 from penstock.engines.engine import Request
 from penstock.model.errors import ConfirmationNeeded
 from penstock.model.event import Identity
 from penstock.model.page import MAX_PAGE, MAX_SKIP
+from penstock.model.parameter import moment_us
 from penstock.model.settings import Settings
 from penstock.server.admin_gate import RIGHTS, Answer, Gate
 from penstock.server.auth import Doorkeeper
@@ -73,12 +73,14 @@ class Call:
         """The engine's answer, within the rights of the caller."""
         return await self.gate.ask(self.identity, request)
 
-    def moment_us(self, text: str | None) -> int | None:
-        """A time as the command line takes it: ISO 8601, epoch seconds, or how long ago (2h)."""
-        if text is None:
-            return None
-        number = float(text) if text.replace(".", "", 1).isdecimal() else None
-        return when_us(text if number is None else number, self.surface.engine.runtime.wall_us())
+    @property
+    def now_us(self) -> int:
+        """The broker's wall clock, in microseconds since 1970 UTC."""
+        return self.surface.engine.runtime.wall_us()
+
+    def moment_us(self, name: str, text: str | None) -> int | None:
+        """A time as the API takes it: ISO 8601, "@1767225600", or how long ago ("2h")."""
+        return None if text is None else moment_us(name, text, self.now_us)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from penstock.model.errors import (
     UnknownSchedule,
 )
 from penstock.model.event import Identity
+from penstock.model.parameter import checked
 from penstock.model.role import ADMIN, OPERATOR, READER
 from penstock.server.admin_tenancy import Tenancy
 
@@ -108,7 +109,7 @@ class Gate:
 
     async def ask(self, identity: Identity, request: Request) -> Any:
         """The engine's answer, as far as this identity may have it; AccessDenied otherwise."""
-        request = _signed(identity, request)
+        request = checked(_signed(identity, request))
         if ADMIN in identity.roles:
             return await self._ask(request)
         if _is_own_errand(request):

@@ -8,6 +8,7 @@ from msgspec import Meta
 
 from penstock.engines import request as ask
 from penstock.engines.views import GroupInfo
+from penstock.model.parameter import place
 from penstock.server.admin_endpoint import (
     Actor,
     Body,
@@ -29,8 +30,11 @@ class Reset(Body, frozen=True):
     """Where a group shall go on."""
 
     to: Annotated[
-        Annotated[str, Meta(max_length=64)] | Annotated[int, Meta(ge=0)],
-        Meta(description="earliest, latest, an offset, a time in ISO 8601, or how long ago (2h)."),
+        str,
+        Meta(
+            max_length=64,
+            description="earliest, latest, offset:42, a time in ISO 8601, or how long ago (2h).",
+        ),
     ]
     topic: Annotated[Text | None, Meta(description="Only in this topic.")] = None
     actor: Actor = None
@@ -51,18 +55,10 @@ async def describe(call: Call) -> GroupInfo:
 async def reset(call: Call) -> GroupInfo:
     """It goes on from there."""
     body: Reset = call.body
-    request = ask.ResetGroup(call.path["name"], _place(call, body.to), body.topic, body.actor or "")
+    where = place("to", body.to, call.now_us)
+    request = ask.ResetGroup(call.path["name"], where, body.topic, body.actor or "")
     group: GroupInfo = await call.ask(request)
     return group
-
-
-def _place(call: Call, to: str | int) -> str:
-    """A position as the command line takes it, in the engine's words."""
-    if to in ("earliest", "latest"):
-        return str(to)
-    if isinstance(to, int) or to.isdecimal():
-        return f"offset:{int(to)}"
-    return f"time:{call.moment_us(to)}"
 
 
 async def delete(call: Call) -> Deleted:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+import msgspec
 from msgspec import Meta
 
-from penstock.core.entry import TopicSpec
+from penstock.core.entry import MAX_TOPIC_PARTITIONS, TopicSpec
 from penstock.engines import request as ask
-from penstock.engines.administration import MAX_PARTITIONS
-from penstock.engines.views import TopicInfo
+from penstock.engines.views import PartitionInfo, TopicInfo
 from penstock.model.errors import InvalidInput
 from penstock.model.setting import Size, Span
 from penstock.server.admin_endpoint import (
@@ -27,7 +27,7 @@ from penstock.server.admin_endpoint import (
 )
 
 PATH = "/api/admin/topics"
-Partitions = Annotated[int, Meta(ge=1, le=MAX_PARTITIONS)]
+Partitions = Annotated[int, Meta(ge=1, le=MAX_TOPIC_PARTITIONS)]
 
 
 class TopicQuery(Paging, frozen=True):
@@ -36,9 +36,15 @@ class TopicQuery(Paging, frozen=True):
     system: Annotated[bool, Meta(description="Also the bus's own, such as _dlq.default.")] = False
 
 
-class TopicView(TopicInfo, kw_only=True):
+class TopicView(msgspec.Struct, frozen=True):
     """A topic, its partitions and what they hold together."""
 
+    name: str
+    tenant: str
+    partitions: list[PartitionInfo]
+    retention_age_s: float | None
+    retention_bytes: int | None
+    write_once: bool
     events: int
     sealed_bytes: int
 
@@ -65,11 +71,7 @@ class TopicPatch(Body, frozen=True):
 
 def view(info: TopicInfo) -> TopicView:
     """A topic as `penstock topic` shows it."""
-    return TopicView(
-        **{name: getattr(info, name) for name in TopicInfo.__struct_fields__},
-        events=sum(part.end_offset - part.first_offset for part in info.partitions),
-        sealed_bytes=sum(part.sealed_bytes for part in info.partitions),
-    )
+    return TopicView(**{name: getattr(info, name) for name in TopicView.__struct_fields__})
 
 
 async def list_topics(call: Call) -> Page[TopicView]:

@@ -9,6 +9,7 @@ import msgspec
 from penstock.engines import request as requests
 from penstock.engines.answers import REQUESTS
 from penstock.model.errors import InvalidInput
+from penstock.model.parameter import wrong_type
 from penstock.wire import message as say
 from penstock.wire.frame import MAX_PARTS, Frame, Kind
 from penstock.wire.message import decode, encode
@@ -72,7 +73,7 @@ class Asking:
         try:
             request = msgspec.convert(wish.fields, kind)
         except msgspec.ValidationError as error:
-            raise InvalidInput(f"{wish.request}: {error}", request=wish.request) from None
+            raise wrong_type(error) from None
         answer = await self._broker.gate.ask(self._session.identity, request)
         if isinstance(request, requests.CreateTopic) and request.spec.ephemeral:
             self._session.own_topics.add(request.topic)

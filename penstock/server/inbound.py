@@ -6,21 +6,20 @@ everybody, and a lease that is no number its timers.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from penstock.core.entry import GroupSpec
+from penstock.core.entry import MAX_PATTERNS
 from penstock.engines.embedded import EmbeddedEngine
 from penstock.engines.engine import Draft, Request, Stretch
 from penstock.engines.engine import Subscribe as Wanted
-from penstock.engines.operator_rules import MAX_NAME_CHARACTERS
 from penstock.engines.request import ExportAudit, PutSchedule
 from penstock.model.batch import EventBatch, check_columns
 from penstock.model.errors import AccessDenied, InvalidBatch, InvalidHeaders, InvalidInput
 from penstock.model.event import Identity
+from penstock.model.parameter import MAX_NAME_CHARACTERS, checked, seconds, text
 from penstock.model.role import ADMIN
 from penstock.model.settings import Limits
 from penstock.model.token import TOKEN_BYTES
@@ -30,23 +29,16 @@ from penstock.wire.frame import Bytes
 from penstock.wire.message import MAX_LOG_HELD, DraftMeta, Hello, Subscribe
 
 REPLY_PREFIX = "_inbox."
-MODES = ("queue", "log")
-ORDERS = ("any", "key", "single")
 MAX_CODEC_BYTES = 255  # a batch has one byte for its length
-MAX_PATTERNS = 1_024  # of one client or group: each is a place in the routing tree
-MAX_LADDER_STEPS = 1_000  # as many as there can be attempts
-MIN_LEASE_S = 0.001  # leases are looked at this often; a shorter one would keep the loop busy
-MAX_SPAN_S = 366 * 86_400.0  # of a lease, a delay or a step: nobody waits longer than a year
 MAX_HEARTBEAT_S = 3_600.0  # as in `client.heartbeat_s`: a client cannot ask to be silent for ever
 INT64 = (-(1 << 63), (1 << 63) - 1)
 RANGES = {"times_us": INT64, "expires_us": INT64, "priority": (0, 255)}
 """What the columns of numbers hold."""
-_START = re.compile(r"earliest|latest|offset:[0-9]{1,18}|time:-?[0-9]{1,18}")
 
 
 def check_hello(hello: Hello) -> None:
     """Raise InvalidInput when a client introduces itself as what no client can be."""
-    _check_name("client", hello.client)
+    text("client", hello.client, least=1, most=MAX_NAME_CHARACTERS)
     if len(hello.subscriptions) > MAX_PATTERNS or not 0 < hello.heartbeat_s <= MAX_HEARTBEAT_S:
         raise InvalidInput(
             f"a client has at most {MAX_PATTERNS} subscriptions and a heartbeat within "
@@ -58,25 +50,8 @@ def check_hello(hello: Hello) -> None:
 
 def check_subscribe(wish: Subscribe) -> None:
     """Raise InvalidInput when a subscription asks for what no group can do."""
-    spec: GroupSpec = wish.spec
-    _check_name("group", wish.group)
-    _check_name("member", wish.member)
-    if wish.group.startswith("_") and not spec.ephemeral:
+    if wish.group.startswith("_") and not wish.spec.ephemeral:
         raise InvalidInput(f"{wish.group!r} is no group name: '_' is for the bus itself")
-    if spec.mode not in MODES or spec.order not in ORDERS or not _START.fullmatch(spec.start):
-        raise InvalidInput(
-            f"mode is one of {MODES}, order one of {ORDERS}, start earliest, latest, offset:N or "
-            f"time:N; not {spec.mode!r}, {spec.order!r}, {spec.start!r}"
-        )
-    steps = spec.retry.ladder_ms
-    if len(steps) > MAX_LADDER_STEPS or any(step > MAX_SPAN_S * 1_000 for step in steps):
-        raise InvalidInput(f"a ladder has {MAX_LADDER_STEPS} steps of up to {MAX_SPAN_S:g} s")
-    if not MIN_LEASE_S <= spec.lease_s <= MAX_SPAN_S or wish.max_inflight < 1:
-        raise InvalidInput(
-            f"max_inflight is at least 1 and lease_s {MIN_LEASE_S:g} to {MAX_SPAN_S:g}"
-        )
-    if not 0 < len(spec.patterns) <= MAX_PATTERNS:
-        raise InvalidInput(f"a group reads 1 to {MAX_PATTERNS} patterns, not {len(spec.patterns)}")
     _check_log_held(wish)
 
 
@@ -105,13 +80,13 @@ def wanted_by(wish: Subscribe, identity: Identity) -> Wanted:
         (each.topic, each.partition): Stretch(each.start, each.stop, each.epoch)
         for each in wish.log_held
     }
-    return Wanted(wish.group, wish.spec, wish.member, wish.max_inflight, identity, handed)
+    return checked(Wanted(wish.group, wish.spec, wish.member, wish.max_inflight, identity, handed))
 
 
-def check_span(seconds: float | None) -> None:
+def check_span(span_s: float | None) -> None:
     """Raise InvalidInput when a delay or an extension is no length of time."""
-    if seconds is not None and not 0 <= seconds <= MAX_SPAN_S:
-        raise InvalidInput(f"{seconds} s is no time to wait: 0 to {MAX_SPAN_S:g} s are allowed")
+    if span_s is not None:
+        seconds("seconds", span_s)
 
 
 def check_transaction_key(key: bytes) -> None:
@@ -140,13 +115,6 @@ def _check_codec(codec: str) -> None:
     # The head of a batch holds it as ASCII: another name could be written, and not be read again.
     if not 0 < len(codec) <= MAX_CODEC_BYTES or not codec.isascii() or not codec.isprintable():
         raise InvalidInput(f"a codec's name is 1 to {MAX_CODEC_BYTES} printable ASCII characters")
-
-
-def _check_name(what: str, name: str) -> None:
-    if not 0 < len(name) <= MAX_NAME_CHARACTERS:
-        raise InvalidInput(
-            f"the name of a {what} has 1 to {MAX_NAME_CHARACTERS} characters, not {len(name)}"
-        )
 
 
 def owner(meta: DraftMeta, identity: Identity) -> str:

@@ -13,6 +13,7 @@ import msgspec
 from penstock.core.entry import GroupSpec
 from penstock.model.errors import ProtocolViolation
 from penstock.model.event import Receipt
+from penstock.model.parameter import wrong_type
 
 TRANSACTION_KEYS = "transaction-keys"
 """Among the capabilities of a Welcome: this broker heeds the key of a Transact."""
@@ -294,12 +295,23 @@ _decoders: dict[Any, Any] = {}
 
 
 def decode(meta: bytes | bytearray | memoryview, kind: Any) -> Any:
-    """A message from msgpack; raises ProtocolViolation on anything else."""
+    """A message from msgpack; raises ProtocolViolation on anything else.
+
+    A wish that can be read and holds a value of a wrong type is InvalidInput, as from the API.
+    """
     decoder = _decoders.get(kind)
     if decoder is None:
         decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind)
     try:
         return decoder.decode(meta)
+    except msgspec.ValidationError as error:
+        if kind is Subscribe:
+            raise wrong_type(error) from None
+        raise _unreadable(kind, error) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        name = getattr(kind, "__name__", str(kind))
-        raise ProtocolViolation(f"a {name} message cannot be read: {error}") from None
+        raise _unreadable(kind, error) from None
+
+
+def _unreadable(kind: Any, error: Exception) -> ProtocolViolation:
+    name = getattr(kind, "__name__", str(kind))
+    return ProtocolViolation(f"a {name} message cannot be read: {error}")

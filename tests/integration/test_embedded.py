@@ -701,7 +701,12 @@ async def test_replay_crosses_segments_journal_and_memory(tmp_path, small) -> No
         number = 0
         for stage in range(4):
             for _ in range(25):
-                await bus.publish("orders", b"%d" % number, event_time=number + 1)
+                await bus.publish(
+                    "orders",
+                    b"%d" % number,
+                    event_time=datetime(1970, 1, 1, tzinfo=UTC)
+                    + timedelta(microseconds=number + 1),
+                )
                 number += 1
             marks.append((number, datetime.now(UTC)))
             await asyncio.sleep(0.002)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta, timezone
+from datetime import timedelta
 
 import msgspec
 import pytest
@@ -18,7 +18,6 @@ from penstock.core.schedule import (
     ScheduleState,
     parse_duration,
     parse_every,
-    parse_when,
 )
 from penstock.model.errors import Deferred, InvalidSchedule, UnknownSchedule
 
@@ -43,6 +42,7 @@ HOUR = 60 * MINUTE
         (0.1, 100_000),
         (timedelta(minutes=2), 2 * MINUTE),
         ("0s", 0),
+        ("5", 5 * S),
     ],
 )
 def test_durations(value: str | float | timedelta, us: int) -> None:
@@ -53,7 +53,6 @@ def test_durations(value: str | float | timedelta, us: int) -> None:
     "value",
     [
         "",
-        "5",
         "h",
         "5 parsecs",
         "-5s",
@@ -71,7 +70,7 @@ def test_durations(value: str | float | timedelta, us: int) -> None:
 def test_what_is_no_duration_is_refused(value: object) -> None:
     with pytest.raises(InvalidSchedule) as caught:
         parse_duration(value)  # type: ignore[arg-type]
-    assert "nothing was stored" in str(caught.value)
+    assert caught.value.parameter == "duration"
 
 
 def test_a_period_has_a_lower_bound() -> None:
@@ -80,49 +79,6 @@ def test_a_period_has_a_lower_bound() -> None:
         parse_every("999us")
     with pytest.raises(InvalidSchedule):
         parse_every(0)
-
-
-NEW_YEAR = 1_767_225_600
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        datetime(2026, 1, 1, tzinfo=UTC),
-        datetime(2026, 1, 1, 2, tzinfo=timezone(timedelta(hours=2))),
-        "2026-01-01T00:00:00Z",
-        "2025-12-31T19:00:00-05:00",
-        NEW_YEAR,
-        float(NEW_YEAR),
-    ],
-)
-def test_moments(value: datetime | str | float) -> None:
-    assert parse_when(value) == NEW_YEAR * S
-
-
-@pytest.mark.parametrize(
-    ("value", "word"),
-    [
-        (datetime(2026, 1, 1), "time zone"),
-        ("2026-01-01T00:00:00", "time zone"),
-        ("2h", "delay="),
-        ("soon", "ISO 8601"),
-        (NEW_YEAR * 1_000, "milliseconds"),
-        (-5, "epoch seconds"),
-        (datetime(1969, 1, 1, tzinfo=UTC), "1970"),
-        (True, "epoch seconds"),
-        (float("nan"), "epoch seconds"),
-    ],
-)
-def test_what_names_no_moment_is_refused_with_the_reason(value: object, word: str) -> None:
-    with pytest.raises(InvalidSchedule, match=word):
-        parse_when(value)  # type: ignore[arg-type]
-
-
-@given(st.datetimes(min_value=datetime(1970, 1, 1), max_value=datetime(2400, 1, 1)))
-def test_a_moment_keeps_its_microseconds(moment: datetime) -> None:
-    us = parse_when(moment.replace(tzinfo=UTC))
-    assert datetime(1970, 1, 1) + timedelta(microseconds=us) == moment
 
 
 def test_delayed_events_come_in_order_of_time_and_once() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.model.consistency import conflicts
 from penstock.model.errors import InvalidSettings
-from penstock.model.loader import MAX_FILE_BYTES, check, load
+from penstock.model.loader import MAX_FILE_BYTES, check, load, unknown
 from penstock.model.quantity import parse, show, unit_of
 from penstock.model.reference import reference
 from penstock.model.setting import GIB, MIB, field_types
@@ -218,12 +218,32 @@ def test_an_unknown_name_gets_the_nearest_known_one(flags: dict[str, Any], neare
         load(flags=flags)
 
 
-def test_an_unknown_variable_is_refused_and_others_are_left_alone() -> None:
-    with pytest.raises(InvalidSettings, match=r"PENSTOCK_DURABILITY_FSNC.*durability\.fsync"):
-        load(env={"PENSTOCK_DURABILITY_FSNC": "never"})
-    with pytest.raises(InvalidSettings, match="PENSTOCK_NONSENSE"):
-        load(env={"PENSTOCK_NONSENSE": "1"})
+def test_an_unknown_variable_stops_no_program_and_is_told() -> None:  # A11
+    env = {"PENSTOCK_DURABILITY_FSNC": "never", "PENSTOCK_NONSENSE": "1"}
+    assert load(env=env) == Settings()
+    found = check(env=env)
+    assert [problem.severity for problem in found] == ["warning", "warning"]
+    assert "did you mean durability.fsync?" in found[0].text
+    assert [problem.source for problem in unknown(env)] == [each.source for each in found]
+    with pytest.raises(InvalidSettings, match="PENSTOCK_DURABILITY_FSYNC"):  # a known one counts
+        load(env={"PENSTOCK_DURABILITY_FSYNC": "sometimes"})
     env = {"PENSTOCK_URL": "mem:", "PENSTOCK_CONFIG": "x", "_PENSTOCK_COMPLETE": "y", "PATH": "z"}
+    assert check(env=env) == []
+
+
+@pytest.mark.parametrize("service", ["PENSTOCK", "PENSTOCK_BROKER", "PENSTOCK_SERVER"])
+def test_what_kubernetes_sets_for_a_service_never_matters(service: str) -> None:  # A11
+    env = {
+        f"{service}_SERVICE_HOST": "10.0.0.7",
+        f"{service}_SERVICE_PORT": "4711",
+        f"{service}_SERVICE_PORT_HTTP": "4712",
+        f"{service}_PORT": "tcp://10.0.0.7:4711",
+        f"{service}_PORT_4711_TCP": "tcp://10.0.0.7:4711",
+        f"{service}_PORT_4711_TCP_PROTO": "tcp",
+        f"{service}_PORT_4711_TCP_PORT": "4711",
+        f"{service}_PORT_4711_TCP_ADDR": "10.0.0.7",
+    }
+    assert check(env=env) == []
     assert load(env=env) == Settings()
 
 

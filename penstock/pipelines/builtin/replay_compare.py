@@ -16,8 +16,8 @@ import msgspec
 from pyspark.sql import functions as sql
 from pyspark.sql import types
 
-from penstock.bus.publishing import when_us
 from penstock.model.errors import Corrupted, InvalidInput, InvalidSettings
+from penstock.model.parameter import moment_us
 from penstock.model.topic import ANY_WORDS, ONE_WORD, check_pattern, pattern_regex
 from penstock.pipelines.columns import EVENT_COLUMNS
 from penstock.pipelines.pipeline import pipeline
@@ -89,8 +89,10 @@ def replay_compare(events: DataFrame, params: Params) -> DataFrame:
 def _wanted(params: Params) -> Saved:
     check_pattern(params.topics)
     now_us = int(datetime.now(UTC).timestamp() * 1e6)
-    since = when_us(params.since, now_us) if params.since else 0
-    until = when_us(params.until, now_us) if params.until else now_us - SETTLED_S * 1_000_000
+    since = moment_us("since", params.since, now_us) if params.since else 0
+    until = (
+        moment_us("until", params.until, now_us) if params.until else now_us - SETTLED_S * 1_000_000
+    )
     return Saved(FORMAT, params.topics, since, until, 0, "")
 
 

@@ -150,7 +150,7 @@ class TestGroups(Contract):
             bus.subscribe(topic, group=f"{group}-default") as default,
             bus.subscribe(topic, group=f"{group}-earliest", start="earliest") as earliest,
             bus.subscribe(topic, group=f"{group}-latest", start="latest") as latest,
-            bus.subscribe(topic, group=f"{group}-offset", start=third) as offset,
+            bus.subscribe(topic, group=f"{group}-offset", start=f"offset:{third}") as offset,
         ):
             await bus.publish(topic, b"5")
             assert payloads(await take(default, 6)) == numbers(6)

@@ -136,10 +136,10 @@ class TestRefusals(Contract):
     async def test_partition_that_is_not_there(self, bus: penstock.Bus, topic: str) -> None:
         """A publish to a partition the topic does not have is refused and nothing is stored."""
         await bus.topics.create(topic, partitions=2)
-        for partition in (2, -1):
-            with pytest.raises(errors.NotFound):
+        for partition, refusal in ((2, errors.NotFound), (-1, errors.InvalidInput)):
+            with pytest.raises(refusal):
                 await bus.publish(topic, b"x", partition=partition)
-            with pytest.raises(errors.NotFound):
+            with pytest.raises(refusal):
                 await bus.publish_many(topic, [b"x", b"y"], partition=partition)
         assert await read(bus, topic) == []
 

@@ -83,11 +83,13 @@ async def test_group_life(cli):
     row = cli.ok("group", "list", "--json").row
     assert (row["name"], row["lag"]) == ("g", 1)
     assert cli.ok("group", "info", "g", "--json").row["lanes"][0]["topic"] == "t"
-    for position, lag in (("earliest", 4), ("latest", 0), ("2", 2), ("1h", 4)):
+    for position, lag in (("earliest", 4), ("latest", 0), ("offset:2", 2), ("1h", 4)):
         cli.ok("group", "reset", "g", "--to", position)
         assert cli.ok("group", "info", "g", "--json").row["lag"] == lag, position
     assert "lag" in cli.ok("group", "info", "g").text
     assert cli("group", "reset", "g", "--to", "whenever").code == 2
+    refused = cli("group", "reset", "g", "--to", "2")
+    assert (refused.code, "offset:42" in refused.stderr) == (2, True)  # A7: it could be a time
     assert cli("group", "reset", "nosuch", "--to", "latest").code == 3
     assert cli("group", "delete", "g").code == 4
     cli.ok("group", "delete", "g", "--confirm", "DELETE")
