@@ -48,6 +48,7 @@ from penstock.engines.timekeeper import Timekeeper
 from penstock.engines.topics import Topics
 from penstock.engines.views import known_partition
 from penstock.log.disk import Disk, Lock, no_folder, read_file, write_file
+from penstock.log.handovers import Handovers
 from penstock.log.journal import Journal
 from penstock.log.recovery import Recovered, open_for_writing, refuse_foreign
 from penstock.model.batch import EventBatch
@@ -91,7 +92,7 @@ class EmbeddedEngine:
         self.pause_aside: Callable[[], None] | None = None
         """Called in a thread before each piece of a large payload is written: others may come first."""
         self.lease_hold_s = 0.0
-        """After a crash, how long leased events wait for a holder that may come back."""
+        """After a crash or a stop, how long leased events wait for a holder that may come back."""
         self._lock: Lock | None = None
         self._saving = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -149,9 +150,11 @@ class EmbeddedEngine:
         layout = Layout(self.log, self.fold, tokens, self.settings.media, self.runtime.wall_us)
         self.layout = layout
         self.graveyard = Graveyard(self)
+        self.handovers = Handovers(self.disk, found.epoch)
         self.dispatcher = Dispatcher(
             self.log,
             self.runtime,
+            self.handovers,
             self.admission.limits,
             hurry=self._hurry,
             mention=self._mention,
@@ -177,6 +180,7 @@ class EmbeddedEngine:
         ]
         with contextlib.suppress(DiskFull):  # then they end with the next life
             await self.intake.submit([], entries=ended)
+            self.handovers.begin(found.epoch + 1)
         for group in list(self.dispatcher.groups.values()):
             self.dispatcher.pump(group)
         # Before anybody publishes: a side file is written before the entry that names it.
@@ -191,7 +195,7 @@ class EmbeddedEngine:
         self.is_open = False
         closed = BusClosed("the bus is closed; connect again")
         for group in self.dispatcher.groups.values():
-            for member in list(group.members):
+            for member in list(group.members if not self.lease_hold_s else ()):
                 group.leave(member, self.runtime.now())
             self.dispatcher.pump(group)
         try:

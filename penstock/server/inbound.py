@@ -19,7 +19,7 @@ from penstock.engines.request import ExportAudit, PutSchedule
 from penstock.model.batch import EventBatch, check_columns
 from penstock.model.errors import AccessDenied, InvalidBatch, InvalidHeaders, InvalidInput
 from penstock.model.event import Identity
-from penstock.model.parameter import MAX_NAME_CHARACTERS, checked, seconds, text
+from penstock.model.parameter import MAX_NAME_CHARACTERS, checked, text
 from penstock.model.role import ADMIN
 from penstock.model.settings import Limits
 from penstock.model.token import TOKEN_BYTES
@@ -81,12 +81,6 @@ def wanted_by(wish: Subscribe, identity: Identity) -> Wanted:
         for each in wish.log_held
     }
     return checked(Wanted(wish.group, wish.spec, wish.member, wish.max_inflight, identity, handed))
-
-
-def check_span(span_s: float | None) -> None:
-    """Raise InvalidInput when a delay or an extension is no length of time."""
-    if span_s is not None:
-        seconds("seconds", span_s)
 
 
 def check_transaction_key(key: bytes) -> None:
