@@ -125,9 +125,7 @@ class QueueGroup:
                 if lease.handed(index):
                     self._fail(lease, index, RETURNED, now, 0.0, "the consumer left")
                 else:
-                    self._close(lease, index, RETURNED)
-                    run = Run(lease.lane, lease.start + index, 1, lease.attempt - 1)
-                    self._again(run, now, 0.0)
+                    self._return(lease, index, now)
 
     def ack(self, lease: Lease, index: int, now: float) -> None:
         """An event is done."""
@@ -177,6 +175,11 @@ class QueueGroup:
         self._close(lease, index, REJECTED)
         self.failures[REJECTED] += 1
         self._doom(lease.lane, lease.start + index, lease.attempt, reason)
+
+    def give_back(self, lease: Lease, index: int, now: float) -> None:
+        """The member did not finish with an event and gives it back: the attempt does not count."""
+        self.check(lease, index, now)
+        self._return(lease, index, now)
 
     def extend(self, lease: Lease, index: int, now: float, seconds: float | None = None) -> None:
         """The member is still at work on an event."""
@@ -373,6 +376,10 @@ class QueueGroup:
     def _drop(self, lease: Lease) -> None:
         del self.leases[lease.fence]
         lease.member.leases.pop(lease.fence, None)
+
+    def _return(self, lease: Lease, index: int, now: float) -> None:
+        self._close(lease, index, RETURNED)
+        self._again(Run(lease.lane, lease.start + index, 1, lease.attempt - 1), now, 0.0)
 
     def _fail(
         self, lease: Lease, index: int, state: int, now: float, delay_s: float | None, reason: str

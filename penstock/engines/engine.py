@@ -133,6 +133,10 @@ class Delivery(Protocol):
         """Dead."""
         ...
 
+    def give_back(self, index: int) -> None:
+        """Not done, and the attempt does not count."""
+        ...
+
 
 class QueueFeed(Protocol):
     """Leased events for one member of a queue group."""

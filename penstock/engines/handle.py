@@ -62,6 +62,11 @@ class Stretch:
         self.group.nack(self.lease, index + self.shift, self.now(), delay_s, reason)
         self._touched(self.group)
 
+    def give_back(self, index: int) -> None:
+        """Not done, and the attempt does not count."""
+        self.group.give_back(self.lease, index + self.shift, self.now())
+        self._touched(self.group)
+
     def extend(self, index: int, seconds: float | None) -> None:
         """More time."""
         self.group.extend(self.lease, index + self.shift, self.now(), seconds)

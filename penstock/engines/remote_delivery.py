@@ -42,7 +42,7 @@ class RemoteDelivery:
 
     __slots__ = (
         "_events", "_next", "acks", "attempt", "batch", "extends", "feed", "handed", "lease", "nacks",
-        "number", "rejects",
+        "number", "rejects", "returns",
     )  # fmt: skip
 
     def __init__(self, feed: RemoteQueue, deliver: Deliver, batch: EventBatch) -> None:
@@ -54,6 +54,7 @@ class RemoteDelivery:
         self.nacks: list[tuple[int, float | None, str]] = []
         self.rejects: list[tuple[int, str]] = []
         self.extends: list[tuple[int, float | None]] = []
+        self.returns: list[int] = []
         lane = Lane(batch.topic, batch.partition, 0, 0)
         run = Run(lane, batch.base_offset, batch.count, deliver.attempt - 1)
         self.lease = Lease(deliver.delivery, run, NOBODY)
@@ -104,6 +105,11 @@ class RemoteDelivery:
         self._close(index, REJECTED)
         self.rejects.append((index, reason[:MAX_REASON_CHARACTERS]))
 
+    def give_back(self, index: int) -> None:
+        """Not done, and the attempt does not count."""
+        self._close(index, RETURNED)
+        self.returns.append(index)
+
     def extend(self, index: int, seconds: float | None) -> None:
         """More time."""
         self.check(index)
@@ -151,9 +157,11 @@ class RemoteDelivery:
     def settlement(self) -> Settlement:
         """What happened since the last call."""
         report = Settlement(
-            self.number, self.handed, runs(self.acks), self.nacks, self.rejects, self.extends
-        )
-        self.acks, self.nacks, self.rejects, self.extends = [], [], [], []
+            self.number, self.handed, runs(self.acks), self.nacks, self.rejects, self.extends,
+            self.returns,
+        )  # fmt: skip
+        self.acks, self.nacks, self.rejects = [], [], []
+        self.extends, self.returns = [], []
         return report
 
 
@@ -240,6 +248,8 @@ class RemoteQueue:
                 delivery.nacks.append((index, None, SAID_BEFORE))
             elif state == REJECTED:
                 delivery.rejects.append((index, SAID_BEFORE))
+            elif state == RETURNED:
+                delivery.returns.append(index)
         self.touched(delivery)
         self._waiting = deque(each for each in self._waiting if each.lease.open)
         return [event for event in settled_events(said) if event[1] not in again]
@@ -296,3 +306,5 @@ def settled_events(settlement: Settlement) -> Iterator[tuple[int, int]]:
         yield settlement.delivery, nack[0]
     for reject in settlement.rejects:
         yield settlement.delivery, reject[0]
+    for index in settlement.returns:
+        yield settlement.delivery, index

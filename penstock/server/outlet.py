@@ -196,6 +196,8 @@ class QueueOutlet:
             rejected += self._try(number, leased, index, leased.reject, index, words)
         for index, seconds in settlement.extends[:most]:
             extended += self._try(number, leased, index, _extend, leased, index, seconds)
+        for index in settlement.returns[:most]:
+            self._try(number, leased, index, leased.give_back, index)
         count = self._session.count_settled
         count("ack", acked)
         count("nack", nacked)
@@ -365,6 +367,7 @@ def refuse(session: Session, settlement: Settlement) -> None:
     late = LeaseExpired("the lease ended before the call; the event is or will come again")
     indices = [nack[0] for nack in settlement.nacks[:MOST_REFUSALS]]
     indices += [reject[0] for reject in settlement.rejects[:MOST_REFUSALS]]
+    indices += settlement.returns[:MOST_REFUSALS]
     for run in _runs(settlement.acks[:MOST_REFUSALS], MAX_LEASE_EVENTS):
         indices += run
     session.count_settled("late", len(indices))

@@ -199,6 +199,8 @@ class Settlement(Message, frozen=True):
     nacks: list[tuple[int, float | None, str]] = []
     rejects: list[tuple[int, str]] = []
     extends: list[tuple[int, float | None]] = []
+    returns: list[int] = []
+    """Not done, and the attempt does not count."""
 
 
 class Settle(Message, frozen=True):
