@@ -74,6 +74,8 @@ class Bus:
         self._state = "new"
         self._requests = Requests(self)
         self._closing: asyncio.Task[None] | None = None
+        self._closed_inside = False
+        """A handler has closed it, which may be before `run` begins."""
         self._hurry = asyncio.Event()
         """Closing waits for no handler any more."""
         self._halt = asyncio.Event()
@@ -107,6 +109,7 @@ class Bus:
                 return
             patience_s = self.settings.delivery.drain_s if drain_s is None else drain_s
             self._closing = asyncio.create_task(self._close(patience_s), name="penstock-close")
+            self._closed_inside = handling.get() is self
         closing = self._closing
         if closing.done() or handling.get() is self:
             return
@@ -471,9 +474,13 @@ class Bus:
                 await self.close(drain_s=drain_s)
 
     async def _serve(self) -> None:
-        await self.open()
-        await self.ready()
-        await self._halt.wait()
+        try:
+            await self.open()
+            await self.ready()
+            await self._halt.wait()
+        except BusClosed:
+            if not self._closed_inside:
+                raise
         if self._failure is not None:
             raise self._failure
 
