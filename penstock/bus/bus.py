@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+import signal
+import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from penstock.bus import tracing
 from penstock.bus.desk import Audit, DeadLetters, Groups, Routes, Schedules, Topics
-from penstock.bus.handler import Handler
+from penstock.bus.handler import Handler, handling
 from penstock.bus.publishing import MIN_TTL_S, Drafting, Key, Token, due_us
 from penstock.bus.replaying import Window, replay_batches
 from penstock.bus.requests import Requests
@@ -23,7 +27,7 @@ from penstock.core.retry import Retry
 from penstock.engines import request as ask
 from penstock.engines.engine import Draft, Engine, Request, Subscribe
 from penstock.model.batch import EventBatch
-from penstock.model.errors import BusClosed, Unsupported
+from penstock.model.errors import BusClosed, InvalidInput, PenstockError, Unsupported
 from penstock.model.event import Event, Identity, Receipt
 from penstock.model.parameter import (
     MAX_NAME_CHARACTERS,
@@ -40,12 +44,16 @@ from penstock.model.parameter import (
 from penstock.model.settings import Settings
 from penstock.model.topic import check_pattern
 
+log = logging.getLogger("penstock")
+
 F = TypeVar("F", bound=Callable[..., Any])
 NEEDED = {"any": None, "key": "key-order", "single": "single-active"}
 """The capability that each order needs."""
 # Events prefetched for a handler beyond those it works on: enough to hide a commit.
 HANDLER_PREFETCH = 256
 MAX_CONCURRENCY = 10_000  # tasks of one handler
+# How long closing waits until what handlers did last is durable: then it can only come again.
+FLUSH_S = 5.0
 
 
 class Bus:
@@ -77,12 +85,20 @@ class Bus:
         self._handlers: list[Handler] = []
         self._state = "new"
         self._requests = Requests(self)
+        self._closing: asyncio.Task[None] | None = None
+        self._closed_inside = False
+        """A handler has closed it, which may be before `run` begins."""
+        self._hurry = asyncio.Event()
+        """Closing waits for no handler any more."""
+        self._halt = asyncio.Event()
+        """There is no more to run: a handler has ended, or the bus is closed."""
+        self._failure: Exception | None = None
 
     # -- life ----------------------------------------------------------------------------------
 
     async def open(self) -> Self:
         """Connect; handlers registered before begin to serve."""
-        if self._state == "closed":
+        if self._state == "closed" or self._closing is not None:
             raise BusClosed("this bus was closed; call penstock.connect again")
         if self._state == "new":
             await self.engine.open()
@@ -92,15 +108,63 @@ class Bus:
                 handler.start()
         return self
 
-    async def close(self) -> None:
-        """Stop the handlers, flush and disconnect."""
-        if self._state != "open":
+    async def close(self, *, drain_s: Seconds | None = None) -> None:
+        """Let the handlers finish, flush and disconnect.
+
+        No handler begins another event. Those in work have `drain_s` (`delivery.drain_s` by default)
+        to finish; what is not done by then is cancelled and goes back to its group, and that attempt
+        does not count. In a handler it returns at once, and the bus closes when the handlers have
+        finished. Cancelling it gives up the waiting, not the closing.
+        """
+        default_s = self.settings.delivery.drain_s
+        patience_s = default_s if drain_s is None else seconds("drain_s", drain_s)
+        if self._closing is None:
+            if self._state != "open":
+                return
+            self._closing = asyncio.create_task(self._close(patience_s), name="penstock-close")
+            self._closed_inside = handling.get() is self
+        closing = self._closing
+        if closing.done() or handling.get() is self:
             return
-        for handler in self._handlers:
-            await handler.stop()
-        await self._requests.close()
-        self._state = "closed"
-        await self.engine.close()
+        try:
+            await asyncio.shield(closing)
+        except asyncio.CancelledError:
+            self._hurry.set()
+            await asyncio.wait([closing])
+            raise
+
+    async def _close(self, drain_s: float) -> None:
+        try:
+            if self._handlers:
+                await self._stop_handlers(drain_s)
+            await self._requests.close()
+        finally:
+            self._state = "closed"
+            self._halt.set()
+            await self.engine.close()
+
+    async def _stop_handlers(self, drain_s: float) -> None:
+        work = [task for handler in self._handlers for task in handler.drain()]
+        hurry = asyncio.create_task(self._hurry.wait())
+        drained = asyncio.create_task(_ended(work))
+        try:
+            await asyncio.wait(
+                [drained, hurry], timeout=drain_s, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            drained.cancel()
+            hurry.cancel()
+            stopped = await asyncio.gather(
+                *(handler.stop() for handler in self._handlers), return_exceptions=True
+            )
+            for error in stopped:
+                if error is not None:
+                    log.warning("a handler did not leave its group in order: %s", error)
+            try:
+                async with asyncio.timeout(FLUSH_S):
+                    await self.engine.flush()
+            except (PenstockError, TimeoutError) as error:
+                log.warning("what the handlers did last may be delivered again: %s", error)
 
     async def __aenter__(self) -> Self:
         return await self.open()
@@ -349,15 +413,21 @@ class Bus:
         max_inflight: int | None = None,
         lease_s: Seconds | None = None,
     ) -> Callable[[F], F]:
-        """Call the decorated function with each event: returning acks, raising retries."""
+        """Call the decorated function with each event: returning acks, raising retries.
+
+        Its lease is kept while the function works, for at most `timeout_s` (the lease by default)
+        when it is asynchronous. Then it is cancelled. A plain function runs in a thread, which cannot
+        be stopped.
+        """
         group = text("group", group, least=1, most=MAX_NAME_CHARACTERS)
         concurrency = count("concurrency", concurrency, least=1, most=MAX_CONCURRENCY)
         if max_inflight is None:
             most = min(HANDLER_PREFETCH, self.settings.delivery.max_inflight)
             max_inflight = max(concurrency, most)
-        if lease_s is None:
-            lease_s = self.settings.delivery.lease_s
-        timeout = seconds("timeout_s", lease_s if timeout_s is None else timeout_s)
+        lease = seconds("lease_s", self.settings.delivery.lease_s if lease_s is None else lease_s)
+        timeout = seconds("timeout_s", lease if timeout_s is None else timeout_s, least=0.001)
+        if self._state == "closed" or self._closing is not None:
+            raise BusClosed("this bus was closed; call penstock.connect again")
 
         def open_subscription() -> Subscription:
             return self.subscribe(
@@ -370,7 +440,7 @@ class Bus:
         def register(function: F) -> F:
             handler = Handler(
                 self, function, open_subscription, concurrency=concurrency,
-                timeout_s=timeout,
+                timeout_s=timeout, lease_s=lease, ended=self._handler_ended,
             )  # fmt: skip
             self._handlers.append(handler)
             if self._state == "open":
@@ -385,14 +455,50 @@ class Bus:
         for handler in self._handlers:
             await handler.ready()
 
-    async def run(self) -> None:
-        """Serve the handlers until cancelled or a handler's subscription fails."""
-        await self.open()
-        await self.ready()
+    async def run(self, *, drain_s: Seconds | None = None) -> None:
+        """Serve the handlers until SIGTERM, until it is cancelled or until the bus is closed.
+
+        Then it closes the bus, as `close(drain_s=...)` does. It raises the error that ends a
+        handler's subscription. SIGTERM is taken in the main thread, unless the program has a handler
+        for it.
+        """
+        if drain_s is not None:
+            drain_s = seconds("drain_s", drain_s)
+        if not self._handlers:
+            raise InvalidInput("the bus has nothing to run; register a handler with @bus.handler")
+        serving = asyncio.create_task(self._serve(), name="penstock-run")
+        terminated = False
+
+        def terminate() -> None:
+            nonlocal terminated
+            terminated = True
+            serving.cancel()
+
+        with _on_sigterm(terminate):
+            try:
+                await serving
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if not terminated or (task is not None and task.cancelling()):
+                    raise
+                log.info("SIGTERM: the handlers finish, then the bus is closed")
+            finally:
+                await self.close(drain_s=drain_s)
+
+    async def _serve(self) -> None:
         try:
-            await asyncio.gather(*(task for handler in self._handlers for task in handler.tasks()))
-        finally:
-            await self.close()
+            await self.open()
+            await self.ready()
+            await self._halt.wait()
+        except BusClosed:
+            if not self._closed_inside:
+                raise
+        if self._failure is not None:
+            raise self._failure
+
+    def _handler_ended(self, error: Exception) -> None:
+        self._failure = self._failure or error
+        self._halt.set()
 
     # -- reading back --------------------------------------------------------------------------
 
@@ -455,3 +561,23 @@ class Bus:
     async def reply(self, request: Event, value: Any) -> None:
         """Answer a request; handlers do this with what they return."""
         await self._requests.answer(request, value)
+
+
+async def _ended(tasks: Sequence[asyncio.Task[None]]) -> None:
+    if tasks:
+        await asyncio.wait(tasks)
+
+
+@contextlib.contextmanager
+def _on_sigterm(act: Callable[[], None]) -> Iterator[None]:
+    """Act on SIGTERM, unless the program does so itself."""
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, act)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)

@@ -1,23 +1,29 @@
 """Requests: publish a question, wait for what its handler returns.
 
-A connection has one inbox, a topic that goes with it; replies find their caller by correlation.
+A connection has one inbox, a topic that goes with it; replies find their caller by correlation. A
+request that becomes a dead letter is answered too, by the engine: with the reason.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from penstock.bus.handler import CORRELATION, REPLY_TO
 from penstock.core.entry import TopicSpec
 from penstock.engines import request as administer
-from penstock.model.errors import InvalidInput, RequestTimedOut
-from penstock.model.event import Event
+from penstock.engines.deadletters import Verdict
+from penstock.model.errors import AlreadyExists, InvalidInput, RequestRejected, RequestTimedOut
+from penstock.model.event import CORRELATION, REJECTED, REPLY_TO, Event
+from penstock.model.topic import is_inbox
 
 if TYPE_CHECKING:
     from penstock.bus.bus import Bus
+
+# Between two attempts to listen while requests wait.
+REOPEN_S = 0.05
 
 
 class Requests:
@@ -27,8 +33,8 @@ class Requests:
         self._bus = bus
         self._inbox = f"_inbox.{uuid.uuid4().hex}"
         self._waiting: dict[str, asyncio.Future[Event]] = {}
-        self._task: asyncio.Task[None] | None = None
-        self._ready: asyncio.Future[None] | None = None
+        self._listener: asyncio.Task[None] | None = None
+        self._ready: asyncio.Future[None]
 
     async def ask(
         self,
@@ -39,42 +45,68 @@ class Requests:
         headers: Mapping[str, str] | None,
         key: bytes | str | None,
     ) -> Any:
-        """Publish a request and wait for its reply."""
-        await self._open()
+        """Publish a request and wait for its reply; all of it within the deadline."""
         correlation = uuid.uuid4().hex
         answer: asyncio.Future[Event] = asyncio.get_running_loop().create_future()
         self._waiting[correlation] = answer
         labelled = {**(headers or {}), REPLY_TO: self._inbox, CORRELATION: correlation}
-        # Nobody waits for an answer after the deadline, so the question need not outlive it.
+        # Nothing waits for an answer after the deadline, so the question need not outlive it.
         ttl_s = timeout_s if "ttl" in self._bus.capabilities else None
+        stored = False
         try:
-            await self._bus.publish(topic, value, key=key, headers=labelled, ttl_s=ttl_s)
-            async with asyncio.timeout(timeout_s):
-                event = await answer
+            async with asyncio.timeout(timeout_s) as deadline:
+                await self._listening()
+                await self._bus.publish(topic, value, key=key, headers=labelled, ttl_s=ttl_s)
+                stored = True
+                event = await self._answer(answer)
         except TimeoutError:
+            if not deadline.expired():
+                raise
+            words = (
+                "Is a handler subscribed? It may still run: make it idempotent"
+                if stored
+                else "The bus did not even confirm that it is stored: check that the broker runs"
+            )
             raise RequestTimedOut(
-                f"nobody answered the request on {topic!r} within {timeout_s} s. Is a handler "
-                "subscribed? It may still run: make it idempotent",
+                f"no answer to the request on {topic!r} within {timeout_s:g} s. {words}",
                 topic=topic,
                 timeout_s=timeout_s,
             ) from None
         finally:
             del self._waiting[correlation]
+        if REJECTED in event.headers:
+            raise _rejected(topic, event.value(Verdict))
         return event.value(type)
 
-    async def _open(self) -> None:
-        if self._ready is None:
+    async def _listening(self) -> None:
+        """Open the inbox, unless it is open."""
+        if self._listener is None or self._listener.done():
             self._ready = asyncio.get_running_loop().create_future()
-            self._task = asyncio.create_task(self._listen(self._ready), name="penstock-replies")
+            self._listener = asyncio.create_task(self._listen(self._ready), name="penstock-replies")
+            for each in (self._ready, self._listener):
+                each.add_done_callback(_heard)
         await asyncio.shield(self._ready)
+
+    async def _answer(self, answer: asyncio.Future[Event]) -> Event:
+        """Wait for an answer, and listen again when the inbox was closed meanwhile."""
+        while True:
+            assert self._listener is not None
+            await asyncio.wait([answer, self._listener], return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                return answer.result()
+            await asyncio.sleep(REOPEN_S)
+            await self._listening()
 
     async def _listen(self, ready: asyncio.Future[None]) -> None:
         try:
-            await self._bus.ask(administer.CreateTopic(self._inbox, TopicSpec(ephemeral=True)))
+            with contextlib.suppress(AlreadyExists):  # it listened before
+                await self._bus.ask(administer.CreateTopic(self._inbox, TopicSpec(ephemeral=True)))
             async with self._bus.subscribe(self._inbox, mode="log", start="earliest") as inbox:
                 ready.set_result(None)
                 async for event in inbox:
-                    waiting = self._waiting.get(event.headers.get(CORRELATION, ""))
+                    headers = event.headers
+                    correlation = headers.get(CORRELATION) or headers.get(REJECTED, "")
+                    waiting = self._waiting.get(correlation)
                     if waiting is not None and not waiting.done():
                         waiting.set_result(event)
         except BaseException as error:
@@ -85,9 +117,11 @@ class Requests:
     async def answer(self, request: Event, value: Any) -> None:
         """Send a reply to where a request wants it."""
         target = request.headers.get(REPLY_TO)
-        if target is None:
+        if target is None or not is_inbox(target):
             raise InvalidInput(
-                f"{request.id} is no request: it has no reply address", id=str(request.id)
+                f"{request.id} is no request: its headers name no inbox to reply to. Publish the answer "
+                "to a topic instead",
+                id=str(request.id),
             )
         draft = self._bus.drafting.one(
             target, value, key=None, headers={CORRELATION: request.headers.get(CORRELATION, "")},
@@ -98,6 +132,23 @@ class Requests:
 
     async def close(self) -> None:
         """Stop listening."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        if self._listener is not None:
+            self._listener.cancel()
+            await asyncio.gather(self._listener, return_exceptions=True)
+
+
+def _rejected(topic: str, verdict: Verdict) -> RequestRejected:
+    return RequestRejected(
+        f"the request on {topic!r} was given up by {verdict.consumer!r} at attempt {verdict.attempts}: "
+        f"{verdict.reason}. It is a dead letter; correct the request, or replay it",
+        topic=topic,
+        consumer=verdict.consumer,
+        attempts=verdict.attempts,
+        reason=verdict.reason,
+    )
+
+
+def _heard(future: asyncio.Future[None]) -> None:
+    """What fails here is raised to the requests that wait, if any does."""
+    if not future.cancelled():
+        future.exception()

@@ -10,6 +10,7 @@ import asyncio
 import concurrent.futures
 import functools
 import inspect
+import signal
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
@@ -20,11 +21,13 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 from penstock.bus.bus import Bus
 from penstock.bus.connect import connect
 from penstock.bus.desk import Audit, DeadLetters, Groups, Routes, Schedules, Topics
+from penstock.bus.handler import handling
 from penstock.bus.subscription import Subscription
 from penstock.bus.transaction import Transaction
 from penstock.model.batch import EventBatch
 from penstock.model.errors import BusClosed, InvalidInput
 from penstock.model.event import Event, Identity, Receipt
+from penstock.model.parameter import Seconds
 from penstock.model.settings import Settings
 
 T = TypeVar("T")
@@ -39,7 +42,7 @@ class LoopThread:
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._starting = threading.Lock()
+        self._starting = threading.RLock()  # a signal handler may come in between
         self._stopped = False
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
@@ -472,19 +475,35 @@ class SyncBus(Blocking[Bus]):
         self._thread.wait(self._target.open())
         return self
 
-    def run(self) -> None:
-        """Serve the handlers until Ctrl-C or until a handler's subscription fails; then close."""
+    def run(self, *, drain_s: Seconds | None = None) -> None:
+        """Serve the handlers until Ctrl-C, SIGTERM, or a handler's subscription fails; then close."""
+
+        def close(number: int, frame: Any) -> None:
+            self._thread.begin(self._target.close(drain_s=drain_s))
+
+        main = threading.current_thread() is threading.main_thread()
+        ours = main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        if ours:
+            signal.signal(signal.SIGTERM, close)
         try:
-            self._thread.wait(self._target.run())
+            self._thread.wait(self._target.run(drain_s=drain_s))
         finally:
+            if ours:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
             self._thread.stop()
 
-    def close(self) -> None:
-        """Stop the handlers, flush, disconnect and end the loop's thread."""
+    def close(self, *, drain_s: Seconds | None = None) -> None:
+        """Let the handlers finish, flush, disconnect and end the loop's thread.
+
+        In a handler it returns at once, and the bus closes when the handlers have finished.
+        """
         if self._thread.stopped:
             return
+        if handling.get() is self._target:
+            self._thread.wait(self._target.close(drain_s=drain_s))
+            return
         try:
-            self._thread.wait(self._target.close())
+            self._thread.wait(self._target.close(drain_s=drain_s))
         finally:
             self._thread.stop()
 

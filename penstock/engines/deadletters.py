@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -40,11 +41,13 @@ from penstock.model.errors import (
     UnknownMessage,
     UnknownTopic,
 )
-from penstock.model.event import Event, MessageId, Receipt
-from penstock.model.topic import check_topic
+from penstock.model.event import CORRELATION, REJECTED, REPLY_TO, Event, MessageId, Receipt
+from penstock.model.topic import check_topic, is_inbox
 
 if TYPE_CHECKING:
     from penstock.engines.embedded import EmbeddedEngine
+
+log = logging.getLogger("penstock.engines")
 
 # Doomed events buried in one journal entry.
 BURY_CHUNK = 256
@@ -66,6 +69,14 @@ class Outcome(msgspec.Struct):
     def failed(self, id: str, error: PenstockError) -> None:
         """One record could not be done."""
         self.failures.append({"id": id, "code": error.code, "message": error.message})
+
+
+class Verdict(msgspec.Struct):
+    """What a requester is told when its request became a dead letter."""
+
+    consumer: str
+    attempts: int
+    reason: str
 
 
 class DeadLetterDetail(msgspec.Struct):
@@ -173,15 +184,36 @@ class Graveyard:
         for _, event in found:
             self.buried(event.tenant, event.topic)
         self._engine.dispatcher.touched(group)
+        await self._tell_requesters(group.name, found)
+
+    async def _tell_requesters(self, consumer: str, dead: Sequence[tuple[Doomed, Event]]) -> None:
+        """Those who still wait for the replies to these events learn why none will come."""
+        drafts: list[Draft] = []
+        for each, event in dead:
+            inbox, correlation = event.headers.get(REPLY_TO, ""), event.headers.get(CORRELATION, "")
+            expires_us = event.expires_us
+            late = expires_us is not None and expires_us <= self._engine.runtime.wall_us()
+            if late or not is_inbox(inbox) or inbox not in self._engine.state.topics:
+                continue
+            verdict = Verdict(consumer, each.attempts, each.reason)
+            draft = Draft(inbox, [msgspec.json.encode(verdict)], tenant=event.tenant, codec="json")
+            draft.headers = [{REJECTED: correlation}]
+            drafts.append(draft)
+        try:
+            await self._engine.intake.submit(drafts)
+        except Rejected as error:  # the disk is full: their requests time out
+            log.warning("%d requesters were not told of dead letters: %s", len(drafts), error)
 
     def _draft(self, consumer: str, event: Event, attempts: int, reason: str) -> Draft:
         draft = Draft(
             dead_letter_topic(event.tenant), [event.payload], tenant=event.tenant, codec=event.codec
         )
         draft.keys = [event.key]
+        # A copy is no request: what a consumer of dead letters returns is no reply.
+        own = {k: v for k, v in event.headers.items() if k not in (REPLY_TO, CORRELATION)}
         draft.headers = [
             {
-                **event.headers,
+                **own,
                 "penstock-consumer": consumer,
                 "penstock-topic": event.topic,
                 "penstock-partition": str(event.partition),

@@ -10,7 +10,7 @@ from penstock.core import intervention
 from penstock.core.entry import Entry, TopicPut, TopicSpec
 from penstock.engines.turnstile import Turnstile
 from penstock.model.errors import UnknownTopic
-from penstock.model.topic import is_system, tenant_of
+from penstock.model.topic import is_inbox, is_system, tenant_of
 
 if TYPE_CHECKING:
     from penstock.engines.embedded import EmbeddedEngine
@@ -33,6 +33,13 @@ class Topics:
         if self.ready(topic):
             return
         absent = topic not in self._engine.state.topics
+        if absent and spec is None and is_inbox(topic):
+            if not self._engine.groups.readers_of(topic):
+                raise UnknownTopic(
+                    f"nothing listens at {topic!r} any more: the requester has gone. Drop the reply",
+                    topic=topic,
+                )
+            spec = TopicSpec(ephemeral=True)  # its requester has listened before a restart
         auto = self._engine.settings.topics.auto_create or is_system(topic)
         if absent and spec is None and not auto:
             raise UnknownTopic(

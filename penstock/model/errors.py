@@ -35,6 +35,7 @@
     │   ├── TargetMismatch              refused.target-mismatch
     │   ├── AlreadyExists               refused.exists
     │   ├── AlreadyReplayed             refused.replayed
+    │   ├── RequestRejected             refused.request
     │   └── Unsupported                 refused.unsupported
     ├── Rejected                        rejected.*         a limit was reached; carries retry_after_s
     │   ├── Deferred                    rejected.deferred
@@ -147,6 +148,7 @@ __all__ = [
     "Refused",
     "Rejected",
     "ReplayLimited",
+    "RequestRejected",
     "RequestTimedOut",
     "SchemaMismatch",
     "SessionExpired",
@@ -376,6 +378,12 @@ class AlreadyReplayed(Refused):
     """The dead letter is back with its consumer: it was replayed before."""
 
     code = "refused.replayed"
+
+
+class RequestRejected(Refused):
+    """The handler of a request rejected it, or failed at its last attempt; `reason` says why."""
+
+    code = "refused.request"
 
 
 class Unsupported(Refused):

@@ -20,6 +20,14 @@ from penstock.model.topic import MAX_WORD_BYTES
 if TYPE_CHECKING:
     from penstock.model.batch import EventBatch
 
+# Headers of requests and replies.
+REPLY_TO = "penstock-reply-to"
+"""The inbox that a request wants its reply in."""
+CORRELATION = "penstock-correlation"
+"""Which request it is, or answers."""
+REJECTED = "penstock-rejected"
+"""Which request it answers with the reason why it became a dead letter."""
+
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 

@@ -181,6 +181,13 @@ class Delivery(Group, frozen=True):
     max_inflight: Annotated[
         int, Meta(ge=1, le=1_000_000), about("Events one consumer may hold unsettled.")
     ] = 1024
+    drain_s: Annotated[
+        float,
+        Meta(ge=0, le=3_600),
+        about(
+            "Time handlers have to finish their events when a bus is closed; then they are cancelled, and the events go back to their group."
+        ),
+    ] = 10.0
     dead_letter: Annotated[
         bool, about("Keep what was given up as a dead letter; off drops it, with an audit record.")
     ] = True

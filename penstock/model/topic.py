@@ -27,6 +27,7 @@ TENANT_NAME = rf"^[A-Za-z0-9_-]{{1,{MAX_WORD_BYTES}}}\Z"
 """What a tenant can be called: one word of a topic."""
 TENANT_RULE = f"it is one topic word of 1 to {MAX_WORD_BYTES} letters, digits, '_' and '-'"
 
+_INBOX = re.compile(r"_inbox\.[0-9a-f]{32}")
 _FOREIGN_CHARACTER = re.compile(r"[^A-Za-z0-9_-]")
 _VERSION = re.compile(r"v[0-9]+")
 
@@ -89,6 +90,15 @@ def is_system(topic: str) -> bool:
     (True, False)
     """
     return topic.startswith("_")
+
+
+def is_inbox(topic: str) -> bool:
+    """Say whether a topic is where a requester waits for its replies.
+
+    >>> is_inbox("_inbox." + 32 * "0"), is_inbox("_inbox.mine"), is_inbox("_dlq.acme")
+    (True, False, False)
+    """
+    return _INBOX.fullmatch(topic) is not None
 
 
 def is_wildcard(pattern: str) -> bool:

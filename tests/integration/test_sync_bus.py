@@ -5,6 +5,9 @@ from __future__ import annotations
 import concurrent.futures
 import gc
 import inspect
+import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -179,6 +182,57 @@ def test_waiting_on_the_loop_itself_is_refused() -> None:
         bus.publish("orders", 1)
         assert told.wait(30)
         assert "plain function" in str(seen[0])
+
+
+def test_a_handler_may_close_its_blocking_bus() -> None:
+    """B8: it returns at once there, and `run` ends when the handlers have finished."""
+    bus = penstock.connect_sync("mem:")
+    seen: list[int] = []
+
+    @bus.handler("orders", group="g")
+    def last(value: int) -> None:
+        seen.append(value)
+        bus.close()
+        seen.append(value)
+
+    bus.open()
+    bus.publish("orders", 1)
+    bus.run()
+    assert seen == [1, 1]
+    with pytest.raises(penstock.BusClosed):
+        bus.publish("orders", 2)
+
+
+SERVING = """
+import penstock, sys, time
+bus = penstock.connect_sync(sys.argv[1])
+@bus.handler("orders", group="g")
+def slow(value: int) -> None:
+    print("begun", flush=True)
+    time.sleep(1)
+    print("done", flush=True)
+bus.open()
+bus.publish("orders", 1)
+bus.run()
+print("closed", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, -signal.SIGINT)])
+def test_signals_let_a_blocking_handler_finish(tmp_path, number: int, code: int) -> None:
+    """B2: SIGTERM ends `run`, Ctrl-C too; what is at work is finished and settled."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVING, str(tmp_path / "data")],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(number)
+        out, _ = process.communicate(timeout=60)
+    assert out.startswith("done\n")
+    assert process.returncode == code
+    with penstock.connect_sync(tmp_path / "data") as bus:
+        assert bus.groups.info("g").lag == 0
 
 
 PAIRS = [
