@@ -29,12 +29,15 @@ from penstock.core.lease import (
     cut,
 )
 from penstock.core.ledger import AT_ONCE_MS
+from penstock.model.errors import InvalidInput
 
 # Largest run under one lease: big enough that leases are rare, small enough to share among members.
 MAX_LEASE_EVENTS = 1_024
 # What an entry may take in the journal: three names of 128 bytes and some numbers; and a run of acks.
 ENTRY_BYTES = 512
 RUN_BYTES = 20
+# A thousand years: times in microseconds have room for it many times over.
+MAX_DELAY_S = 1_000 * 31_556_952
 
 Peek = Callable[[Lane, int, int], Sequence[bytes | None] | Sequence[int] | None]
 
@@ -169,6 +172,7 @@ class QueueGroup:
     ) -> None:
         """An event failed: again after `delay_s` or the ladder's step, or dead when out of attempts."""
         self.check(lease, index, now)
+        _check_seconds(delay_s)
         self._fail(lease, index, NACKED, now, delay_s, reason)
 
     def reject(self, lease: Lease, index: int, now: float, reason: str = "rejected") -> None:
@@ -181,6 +185,7 @@ class QueueGroup:
     def extend(self, lease: Lease, index: int, now: float, seconds: float | None = None) -> None:
         """The member is still at work on an event."""
         self.check(lease, index, now)
+        _check_seconds(seconds)
         if index < len(lease.deadlines):
             lease.deadlines[index] = now + (self.spec.lease_s if seconds is None else seconds)
 
@@ -400,6 +405,8 @@ class QueueGroup:
 
     def _doom(self, lane: Lane, offset: int, attempts: int, reason: str) -> None:
         self._dying[lane, offset] = attempts
+        # It is written down, and text from a file name or another program may hold anything.
+        reason = str(reason).encode("utf-8", "backslashreplace").decode()
         self.doomed.append(Doomed(lane, offset, attempts, reason))
 
     def _settled(self, lane: Lane, offset: int) -> None:
@@ -424,3 +431,15 @@ class QueueGroup:
         if self.starved is not None:
             yield self.starved
         yield from (run for _, _, run in self._retries)
+
+
+def _check_seconds(seconds: float | None) -> None:
+    """Raise InvalidInput unless a duration can be added to a time and written down."""
+    if seconds is None:
+        return
+    if isinstance(seconds, int | float) and 0 <= seconds <= MAX_DELAY_S:
+        return
+    raise InvalidInput(
+        f"{seconds!r} is no duration: give seconds from 0 to {MAX_DELAY_S:,}; nothing was changed",
+        seconds=seconds,
+    )

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from penstock.core.audit import AuditEntry, State
-from penstock.core.entry import Audited
+from penstock.core.entry import Audited, as_recovered
 from penstock.engines.errands import Errands
 from penstock.engines.pending import Submission
 from penstock.log.auditlog import AuditLog
@@ -60,7 +60,7 @@ class AuditTrail:
     ) -> Audited:
         """What goes into the journal together with the action itself."""
         at_us = self._engine.runtime.wall_us()
-        return Audited(at_us, actor, operation, [target], reason, prior, result)
+        return as_recovered(Audited(at_us, actor, operation, [target], reason, prior, result))
 
     def committed(self, submissions: Sequence[Submission], end: int) -> None:
         """A commit that ends at `end` is durable: chain the actions in it."""

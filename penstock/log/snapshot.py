@@ -91,6 +91,10 @@ class Fold:
         tokens = split_tokens(batch.token_bytes())
         self.table(batch.topic).record(tokens, first, batch.append_time_us)
 
+    def forget(self, batch: EventBatch) -> None:
+        """Undo `remember`, for a batch that was not stored after all."""
+        self.table(batch.topic).forget(split_tokens(batch.token_bytes()))
+
     # -- files ---------------------------------------------------------------------------------
 
     def save(self, disk: Disk) -> None:
