@@ -46,6 +46,7 @@
     │   ├── FolderLocked                storage.locked
     │   ├── FormatTooNew                storage.format-too-new
     │   ├── Corrupted                   storage.corrupted
+    │   ├── UnreadableEntry             storage.unreadable-entry
     │   ├── WriterFailed                storage.writer-failed
     │   └── NotADataFolder              storage.not-a-folder
     ├── ConnectionFailed                connection.*       the way to a broker
@@ -92,6 +93,7 @@ from penstock.model.storage_errors import (
     FormatTooNew,
     NotADataFolder,
     StorageError,
+    UnreadableEntry,
     WriterFailed,
 )
 from penstock.model.table_errors import (
@@ -166,6 +168,7 @@ __all__ = [
     "UnknownScheme",
     "UnknownTable",
     "UnknownTopic",
+    "UnreadableEntry",
     "Unsupported",
     "WarehouseFailed",
     "WriteOnce",
