@@ -264,7 +264,7 @@ def decode_entries(body: bytes | memoryview) -> list[AnyEntry]:
 
 def decode_entry(data: bytes | memoryview | msgspec.Raw) -> AnyEntry:
     """One entry, with everything in it that is encoded itself; raises what is wrong with it."""
-    entry = _one.decode(data)
+    entry: AnyEntry = _one.decode(data)
     if isinstance(entry, RecurringPut):
         msgspec.msgpack.decode(entry.definition, type=Definition)
     return entry

@@ -141,9 +141,7 @@ class Layout:
             submission.receipts = [receipt]
             index += count
 
-    def _lay_or_refuse(
-        self, submission: Submission, commit: Commit, placed: list[Placed]
-    ) -> None:
+    def _lay_or_refuse(self, submission: Submission, commit: Commit, placed: list[Placed]) -> None:
         try:
             with self._whole_or_not(commit, placed):
                 self._lay_one(submission, commit, placed)

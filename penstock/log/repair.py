@@ -57,9 +57,7 @@ def repair(
         lock.release()
 
 
-def _audit(
-    disk: Disk, found: list[Unreadable], *, actor: str, at_us: int, entropy: bytes
-) -> None:
+def _audit(disk: Disk, found: list[Unreadable], *, actor: str, at_us: int, entropy: bytes) -> None:
     log = AuditLog.open(disk, now_us=at_us, entropy=entropy)
     try:
         said = [record.targets for record in log.records(operation=OPERATION)]

@@ -131,9 +131,7 @@ class EntryReader:
         self._aside[each.place] = each
         self._positions.add(each.position)
 
-    def read(
-        self, body: memoryview, position: int, inner: int
-    ) -> Iterable[tuple[int, AnyEntry]]:
+    def read(self, body: memoryview, position: int, inner: int) -> Iterable[tuple[int, AnyEntry]]:
         """The entries of one control frame, or of one part of a group frame, with their numbers."""
         if position not in self._positions:
             try:
@@ -183,9 +181,7 @@ class EntryReader:
         if aside.instead:
             yield place[2], decode_entry(base64.b64decode(aside.instead))
 
-    def _unreadable(
-        self, place: Place, data: bytes, error: Exception, *, mend: bool
-    ) -> Unreadable:
+    def _unreadable(self, place: Place, data: bytes, error: Exception, *, mend: bool) -> Unreadable:
         position, inner, number = place
         file, base = self._file_of(position)
         kind, name = _named(data) if number != WHOLE else ("no list of entries", "")
@@ -249,7 +245,11 @@ def _fitted(value: Any, field: msgspec.structs.FieldInfo, path: str, lost: list[
         return msgspec.convert(value, field.type, strict=False)
     except _FAULTS:
         inner = field.type
-        if isinstance(value, dict) and isinstance(inner, type) and issubclass(inner, msgspec.Struct):
+        if (
+            isinstance(value, dict)
+            and isinstance(inner, type)
+            and issubclass(inner, msgspec.Struct)
+        ):
             return inner(
                 **{
                     each.name: _fitted(value[each.encode_name], each, f"{path}.{each.name}", lost)

@@ -129,7 +129,10 @@ async def fill(bus: Bus, case: str, known: dict[str, Any]) -> None:
     except Exception as error:
         known["said"] += f" {type(error).__name__}: {error}"
     for group in await bus.groups.list():
-        lanes = [[l.topic, l.partition, l.cursor, l.outstanding, l.lag] for l in group.lanes]
+        lanes = [
+            [lane.topic, lane.partition, lane.cursor, lane.outstanding, lane.lag]
+            for lane in group.lanes
+        ]
         known["groups"][group.name] = lanes
     known["dead"] = [[d.id, d.consumer, d.reason] for d in await bus.dead_letters.list()]
     known["audited"] = [record.operation for record in await bus.audit.query()]
