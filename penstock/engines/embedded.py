@@ -209,6 +209,7 @@ class EmbeddedEngine:
         try:
             self.journal.close()
             self.audit.close()
+            self.housekeeper.note_audit()
         finally:
             self.log.close()
             self.log.manifest.close()
