@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from penstock.cli.checkup import Check
 from penstock.cli.output import moment
-from penstock.model.errors import FolderLocked, NotADataFolder, StorageError
+from penstock.model.errors import FolderLocked, NotADataFolder, StorageError, UnreadableEntry
 from penstock.model.quantity import show
 
 if TYPE_CHECKING:
@@ -227,12 +227,36 @@ def check_audit(folder: Path) -> Check:
     return Check("audit", "fail", found, "compare with an export (`penstock audit export`) and find out who changed it")  # fmt: skip
 
 
+def unreadable(folder: Path, settings: Settings) -> Iterator[Check]:
+    """Every journal entry that a start could not read, and what a repair would do with it."""
+    from penstock.log.disk import RealDisk
+    from penstock.log.repair import unreadable_entries
+
+    for each in unreadable_entries(RealDisk(folder), settings):
+        error = each.error()
+        yield Check("log", "fail", error.message, f"penstock doctor {folder} --repair: it {each.plan()}", error.code)  # fmt: skip
+
+
+def check_set_aside(folder: Path) -> Iterator[Check]:
+    """What a repair set aside, if there was one."""
+    from penstock.log.disk import RealDisk
+    from penstock.log.unreadable import SET_ASIDE, load_set_aside
+
+    aside = load_set_aside(RealDisk(folder))
+    if aside:
+        yield Check("set aside", "ok", f"{len(aside)} entries, kept in {SET_ASIDE}")
+
+
 def check_log(folder: Path, settings: Settings) -> Iterator[Check]:
     """Reads the journal as a start would, and compares the clock with what is in it."""
     from penstock.log.disk import RealDisk
     from penstock.log.recovery import Recovery
 
-    recovered = Recovery(RealDisk(folder), settings, write=False).run()
+    try:
+        recovered = Recovery(RealDisk(folder), settings, write=False).run()
+    except UnreadableEntry:  # the first of them
+        yield from unreadable(folder, settings)
+        return
     log = recovered.log
     try:
         for topic, partition in log.manifest.topics():
@@ -244,6 +268,7 @@ def check_log(folder: Path, settings: Settings) -> Iterator[Check]:
         log.close()
         log.manifest.close()
     yield Check("log", "ok", f"{partitions} partitions, journal up to {recovered.position:,}")
+    yield from check_set_aside(folder)
     yield backlog
     ahead_us = newest_us - time.time_ns() // 1_000
     if ahead_us > CLOCK_SLACK_US:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from penstock.model.settings import Settings
 
 DEFAULT_WINDOW_S = 3_600.0
+REPAIR = "REPAIR"
 
 
 @leaf("doctor")
@@ -47,6 +49,8 @@ DEFAULT_WINDOW_S = 3_600.0
     metavar="DIR",
     help="Add the result to trend_bundle.json and trend_bundle.csv in this folder.",
 )
+@click.option("--repair", "mend", is_flag=True, help="Set aside journal entries that keep FOLDER from opening.")  # fmt: skip
+@click.option("--confirm", default="", metavar=REPAIR, help=f"Must be {REPAIR}; without it --repair shows what it would do, and asks on a terminal.")  # fmt: skip
 @click.pass_obj
 def command(
     invocation: Invocation,
@@ -55,18 +59,26 @@ def command(
     file: str | None,
     window_s: float,
     bundle: str | None,
+    mend: bool,
+    confirm: str,
 ) -> None:
     """Check the machine, the settings, the data folder and its broker; ends with 1 when something fails.
 
     Reads only, apart from an unnamed file that measures the disk, and works beside a running writer.
     FOLDER is short for --url.
 
+    With --repair, lists the journal entries that cannot be read and, once confirmed, sets them aside:
+    they are kept in journal/set-aside.json, the audit chain names them, and everything else stays as
+    it is. No writer may have the folder open.
+
     With --simulate, shows for each tenant how many recorded events the limits in force and those of
     FILE would have deferred, throttled or dropped.
     """  # fmt: skip
     if place is not None:
         invocation.url = place
-    if file is not None:
+    if mend:
+        _repair(invocation, confirm)
+    elif file is not None:
         _simulate(invocation, file, window_s, bundle)
     else:
         _check(invocation, deep, bundle)
@@ -173,6 +185,34 @@ def _examine_folder(folder: Path, settings: Settings, deep: bool) -> Iterator[Ch
     yield from guarded("segments", partial(checkup_folder.check_segments, folder, deep=deep))
     yield from guarded("audit", partial(checkup_folder.check_audit, folder))
     yield from guarded("routes", partial(checkup_folder.check_routes, folder))
+
+
+def _repair(invocation: Invocation, confirm: str) -> None:
+    import getpass
+    import time
+
+    from penstock.cli.checkup_folder import check_free
+    from penstock.cli.confirm import require
+    from penstock.log.disk import RealDisk
+    from penstock.log.repair import repair, unreadable_entries
+    from penstock.log.unreadable import SET_ASIDE
+
+    folder = folder_of(invocation.url)
+    if folder is None:
+        raise click.UsageError("--repair needs a data folder on this machine: name it with --url")
+    check_free(folder)
+    settings, disk = invocation.settings(), RealDisk(folder)
+    found = unreadable_entries(disk, settings)
+    rows = [{"file": each.file, "offset": each.offset, "entry": each.named(), "why": each.why, "repair": each.plan()} for each in found]  # fmt: skip
+    output.show_rows(invocation, rows, ["file", "offset", "entry", "why", "repair"])
+    if not found:
+        output.note("every entry of the journal can be read: there is nothing to repair")
+        return
+    if not confirm and sys.stdin.isatty() and not invocation.json:
+        confirm = click.prompt(f"Type {REPAIR} to set aside {len(found)} entries", default="", show_default=False)  # fmt: skip
+    require(REPAIR, confirm, f"sets aside {len(found)} entries of the journal")
+    done = repair(disk, settings, actor=getpass.getuser(), at_us=time.time_ns() // 1_000, entropy=os.urandom(32))  # fmt: skip
+    output.note(f"{len(done)} entries are set aside, and kept in {folder / SET_ASIDE}")
 
 
 def _simulate(invocation: Invocation, file: str, window_s: float, bundle: str | None) -> None:

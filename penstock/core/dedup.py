@@ -188,6 +188,21 @@ class DedupTable:
             self._remember(generation, part, first_offset + done)
             done += len(part)
 
+    def forget(self, tokens: Sequence[bytes]) -> None:
+        """Take back what was just recorded: it was not stored after all.
+
+        >>> table = DedupTable(window_us=60_000_000, capacity=1000)
+        >>> table.record([b"a" * 16], first_offset=40, at_us=1)
+        >>> table.forget([b"a" * 16])
+        >>> table.find(b"a" * 16), len(table)
+        (None, 0)
+        """
+        for token in tokens:
+            for generation in reversed(self._generations):
+                if generation.offsets.pop(token, None) is not None:
+                    self._entries -= 1
+                    break
+
     def _remember(self, generation: _Generation, part: Sequence[bytes], offset: int) -> None:
         before = len(generation.offsets)
         generation.offsets.update(zip(part, range(offset, offset + len(part)), strict=True))

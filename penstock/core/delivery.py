@@ -37,6 +37,7 @@ MAX_LEASE_EVENTS = 1_024
 # What an entry may take in the journal: three names of 128 bytes and some numbers; and a run of acks.
 ENTRY_BYTES = 512
 RUN_BYTES = 20
+# A thousand years: times in microseconds have room for it many times over.
 
 Peek = Callable[[Lane, int, int], Sequence[bytes | None] | Sequence[int] | None]
 
@@ -494,6 +495,8 @@ class QueueGroup:
         self, lane: Lane, offset: int, attempt: int, reason: str, handed: bool = True
     ) -> None:
         self._dying[lane, offset] = attempt
+        # It is written down, and text from a file name or another program may hold anything.
+        reason = str(reason).encode("utf-8", "backslashreplace").decode()
         self.doomed.append(Doomed(lane, offset, attempt if handed else attempt - 1, reason))
 
     def _settled(self, lane: Lane, offset: int) -> None:

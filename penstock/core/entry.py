@@ -6,14 +6,16 @@ are stored, so a clock that jumped while the process was down moves nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 
 from penstock.core.assignment import Strategy
 from penstock.core.retry import Retry
+from penstock.core.schedule import Definition
+from penstock.model.errors import InvalidInput, PenstockError
 from penstock.model.parameter import (
     MAX_TOPIC_CHARACTERS,
     Span,
@@ -258,11 +260,18 @@ AnyEntry = (
     | Audited | SessionPut | SessionGone | Produced
 )  # fmt: skip
 
+MADE_OF_NUMBERS = frozenset({Leased, Acked, Retried, Committed, Fired, Produced})
+"""Entries that the engine makes itself, many a second: whole numbers that it counted, and the names
+of groups, topics, members and sessions that were checked when these were made. They are written
+without being read back first."""
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[AnyEntry])
+_one = msgspec.msgpack.Decoder(AnyEntry)
+_Kind = TypeVar("_Kind", bound=Entry)
 
 
-def encode_entries(entries: list[Entry]) -> bytes:
+def encode_entries(entries: Sequence[Entry]) -> bytes:
     """Entries as the body of a control frame.
 
     >>> decode_entries(encode_entries([Acked("billing", "orders", 0, [5, 3])]))
@@ -274,3 +283,78 @@ def encode_entries(entries: list[Entry]) -> bytes:
 def decode_entries(body: bytes | memoryview) -> list[AnyEntry]:
     """The entries of a control frame."""
     return _decoder.decode(body)
+
+
+def decode_entry(data: bytes | memoryview | msgspec.Raw) -> AnyEntry:
+    """One entry, with everything in it that is encoded itself; raises what is wrong with it."""
+    entry: AnyEntry = _one.decode(data)
+    if isinstance(entry, RecurringPut):
+        msgspec.msgpack.decode(entry.definition, type=Definition)
+    return entry
+
+
+def as_recovered(entry: _Kind) -> _Kind:
+    """An entry as recovery would read it from the journal; InvalidInput where it could not.
+
+    Whatever a caller's values become an entry of goes through here before anything changes, so that
+    the running bus has what the next one will have.
+
+    >>> as_recovered(TopicPut("orders", TopicSpec(partitions=2.0)))
+    Traceback (most recent call last):
+    penstock.model.errors.InvalidInput: topic cannot be stored: Expected `int`, got `float` - at \
+`$[2].partitions`. Nothing was changed; pass a value of the type that is expected [invalid]
+    """
+    if type(entry) in MADE_OF_NUMBERS:
+        return entry
+    try:
+        read = decode_entry(_encoder.encode(entry))
+        if isinstance(read, Audited):
+            _check_recordable(read)
+        return read  # type: ignore[return-value]
+    except (msgspec.MsgspecError, PenstockError, ValueError, TypeError, OverflowError) as error:
+        kind = kind_of(entry)
+        why = error.message if isinstance(error, PenstockError) else str(error)
+        raise InvalidInput(
+            f"{kind} cannot be stored: {why}. Nothing was changed; pass a value of the type that is "
+            "expected",
+            entry=kind,
+        ) from None
+
+
+def _check_recordable(entry: Audited) -> None:
+    """Raise InvalidInput for what the audit chain could not take: later it would stop the chain."""
+    from penstock.core.audit import AuditChain  # its cryptography: no client needs it
+
+    AuditChain().append(
+        at_us=entry.at_us, actor=entry.actor, operation=entry.operation, targets=entry.targets,
+        reason=entry.reason, prior=entry.prior, result=entry.result, ref=0,
+    )  # fmt: skip
+
+
+def encode_checked(entries: Sequence[Entry]) -> bytes:
+    """The same as `encode_entries`, for entries that callers cause: each of them is read back."""
+    for entry in entries:
+        as_recovered(entry)
+    return _encoder.encode(entries)
+
+
+def check_name(name: str) -> None:
+    """Raise InvalidInput for the name of a member that leases could not be written with.
+
+    >>> check_name("worker-1")
+    """
+    try:
+        name.encode()
+    except (AttributeError, UnicodeEncodeError) as error:
+        raise InvalidInput(
+            f"{name!r} is no name of a member ({error}); nothing was changed. Pass text", name=name
+        ) from None
+
+
+def kind_of(entry: Entry) -> str:
+    """What an entry is called in the journal.
+
+    >>> kind_of(GroupGone("billing"))
+    'group-gone'
+    """
+    return str(type(entry).__struct_config__.tag)

@@ -12,6 +12,7 @@ from penstock.core.entry import (
     TopicGone,
     TopicPut,
     TopicSpec,
+    as_recovered,
 )
 from penstock.core.takeup import ledgers as owed
 from penstock.engines import request as ask
@@ -118,7 +119,9 @@ class Administration:
         check_topic(request.topic, system=request.spec.ephemeral)
         if request.topic in self._engine.state.topics:
             raise AlreadyExists(f"topic {request.topic!r} exists already", topic=request.topic)
-        await self._engine.topics.ensure(request.topic, request.spec)
+        spec = as_recovered(TopicPut(request.topic, request.spec)).spec
+        retention_of(spec, self._engine.settings.retention)  # raises what it cannot be
+        await self._engine.topics.ensure(request.topic, spec)
         return self._topic_info(request.topic)
 
     async def _configure_topic(self, request: ask.ConfigureTopic) -> TopicInfo:
@@ -132,6 +135,7 @@ class Administration:
             ephemeral=old.ephemeral,
             floors=old.floors,
         )
+        new = as_recovered(TopicPut(topic, new)).spec
         if new.partitions < old.partitions:
             raise InvalidInput(
                 f"{topic!r} has {old.partitions} partitions; they can be added, never removed",

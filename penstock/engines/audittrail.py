@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from penstock.core.audit import AuditEntry, State
-from penstock.core.entry import Audited
+from penstock.core.entry import Audited, as_recovered
 from penstock.engines.errands import Errands
 from penstock.engines.pending import Submission
 from penstock.log.auditlog import AuditLog
+from penstock.log.auditreader import AuditReader
+from penstock.log.manifest_log import AuditMark
 from penstock.model.errors import DiskFull, PenstockError
 
 if TYPE_CHECKING:
     from penstock.engines.embedded import EmbeddedEngine
+
+log = logging.getLogger("penstock.engines")
 
 
 class AuditTrail:
@@ -30,6 +35,16 @@ class AuditTrail:
         recovered = engine.recovered
         self._engine = engine
         self.log = AuditLog.open(engine.disk, now_us=engine.runtime.wall_us(), entropy=entropy)
+        before = recovered.log.manifest.audit
+        self._continues = before is None or (
+            before.public_key == self.log.public_key
+            and AuditReader(engine.disk).holds(before.sequence, before.hash)
+        )
+        if before is not None and not self._continues:
+            log.warning(
+                "the audit chain lacks records that it had: %d of key %s. Run `penstock audit verify`",
+                before.sequence, before.public_key[:16],
+            )  # fmt: skip
         self.position = recovered.position
         """Everything before this journal position is in the chain."""
         self._turn = asyncio.Lock()
@@ -49,6 +64,16 @@ class AuditTrail:
         if self._late:
             self._follow(self._late, self._engine.recovered.position)
 
+    def mark(self) -> AuditMark | None:
+        """How far the chain reaches, where the manifest does not know it yet.
+
+        What a lost chain had stays known there: another one does not take its place.
+        """
+        head = self.log.head
+        found = AuditMark(head.sequence, head.hash, self.log.public_key)
+        known = found == self._engine.log.manifest.audit or not head.sequence
+        return None if known or not self._continues else found
+
     def entry(
         self,
         actor: str,
@@ -60,7 +85,7 @@ class AuditTrail:
     ) -> Audited:
         """What goes into the journal together with the action itself."""
         at_us = self._engine.runtime.wall_us()
-        return Audited(at_us, actor, operation, [target], reason, prior, result)
+        return as_recovered(Audited(at_us, actor, operation, [target], reason, prior, result))
 
     def committed(self, submissions: Sequence[Submission], end: int) -> None:
         """A commit that ends at `end` is durable: chain the actions in it."""

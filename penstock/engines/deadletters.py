@@ -12,8 +12,17 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from penstock.core import intervention
+from penstock.core.audit import State
 from penstock.core.delivery import QueueGroup
-from penstock.core.entry import Acked, Audited, Dead, DeadPurged, DeadReplayed, Entry
+from penstock.core.entry import (
+    Acked,
+    Audited,
+    Dead,
+    DeadPurged,
+    DeadReplayed,
+    Entry,
+    as_recovered,
+)
 from penstock.core.lease import Doomed
 from penstock.core.state import DeadLetter
 from penstock.engines.engine import Draft
@@ -370,17 +379,25 @@ class Graveyard:
                 id=id,
             )
 
+        wanted = as_recovered(
+            Dead(id, consumer, topic, event.partition, offset, event.tenant, 0, reason, at_us, 0)
+        )
+        result: State = {"status": "dead", "consumer": consumer, "topic": topic}
+        signed_by = as_recovered(
+            Audited(at_us, actor, "dlq.dead-letter", [id], reason, {"status": None}, result)
+        )
+
         def entries(receipts: list[Receipt]) -> list[Entry]:
             status = None  # never an event of that group
             if group is not None and lane is not None:
                 held = any(run.holds(lane, offset) for run in group.unsettled())
                 status = "unsettled" if held else "settled"
                 intervention.withdraw(group, lane, offset)
-            dead = Dead(id, consumer, topic, event.partition, offset, event.tenant, 0, reason,
-                        at_us, receipts[0].offset)  # fmt: skip
-            audit = Audited(at_us, actor, "dlq.dead-letter", [id], reason, {"status": status},
-                            {"status": "dead", "consumer": consumer, "topic": topic})  # fmt: skip
-            return [dead, audit]
+            replace = msgspec.structs.replace
+            return [
+                replace(wanted, stored=receipts[0].offset),
+                replace(signed_by, prior={"status": status}),
+            ]
 
         draft = self._draft(consumer, event, 0, reason)
         await self._engine.intake.submit([draft], when_taken=entries)
@@ -407,7 +424,11 @@ class Graveyard:
     def _audit(
         self, actor: str, operation: str, letter: DeadLetter, reason: str, status: str
     ) -> Audited:
-        prior: dict[str, str | int | None] = {"status": letter.status, "replay_count": letter.replay_count,
-                 "consumer": letter.consumer, "topic": letter.topic}  # fmt: skip
-        return Audited(self._engine.runtime.wall_us(), actor, operation, [letter.id], reason,
-                       prior, {"status": status})  # fmt: skip
+        prior: State = {
+            "status": letter.status, "replay_count": letter.replay_count,
+            "consumer": letter.consumer, "topic": letter.topic,
+        }  # fmt: skip
+        at_us = self._engine.runtime.wall_us()
+        return as_recovered(
+            Audited(at_us, actor, operation, [letter.id], reason, prior, {"status": status})
+        )

@@ -24,7 +24,7 @@ import msgspec
 from penstock.core.admission import Admission
 from penstock.core.catalogue import RouteCatalogue
 from penstock.core.delivery import QueueGroup
-from penstock.core.entry import TopicGone
+from penstock.core.entry import TopicGone, check_name
 from penstock.core.quota import AdmissionLimits
 from penstock.core.state import DeadLetterEntry
 from penstock.engines.administration import Administration
@@ -222,6 +222,7 @@ class EmbeddedEngine:
         try:
             self.journal.close()
             self.audit.close()
+            self.housekeeper.note_audit()
         finally:
             self.log.close()
             self.log.manifest.close()
@@ -323,6 +324,7 @@ class EmbeddedEngine:
     async def subscribe(self, subscribe: Subscribe) -> QueueFeed | LogFeed:
         """Join a group, making it on first sight."""
         name = subscribe.group
+        check_name(subscribe.member)
         await self.groups.ensure(name, subscribe.spec)
         if subscribe.spec.mode == "log":
             return self.groups.logs[name].join(subscribe.member, subscribe.handed)

@@ -11,7 +11,15 @@ import msgspec
 from penstock.core import intervention
 from penstock.core.admission import Waiting
 from penstock.core.delivery import QueueGroup
-from penstock.core.entry import FIRST_FENCE, Entry, GroupGone, GroupPut, GroupSpec, LaneSet
+from penstock.core.entry import (
+    FIRST_FENCE,
+    Entry,
+    GroupGone,
+    GroupPut,
+    GroupSpec,
+    LaneSet,
+    as_recovered,
+)
 from penstock.core.routing import RouteTree
 from penstock.core.state import GroupState, Place
 from penstock.core.takeup import restore
@@ -79,6 +87,7 @@ class Groups:
         engine = self._engine
         for pattern in spec.patterns:
             check_pattern(pattern)
+        spec = as_recovered(GroupPut(name, spec)).spec
         present = engine.state.groups.get(name)
         if present is None:
             try:

@@ -7,6 +7,7 @@ and tried again. What it replaces stays on disk for a grace time, for readers th
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -30,6 +31,8 @@ from penstock.model.settings import Retention
 
 if TYPE_CHECKING:
     from penstock.engines.embedded import EmbeddedEngine
+
+log = logging.getLogger("penstock.engines")
 
 # Most journal bytes in one sealing job: what the sealer holds in memory.
 JOB_BYTES = 512 << 20
@@ -105,6 +108,8 @@ class Housekeeper:
         # First what needs no room and gives some back: on a full disk the rest fails.
         await self._throw_out()
         await self._retain()
+        if self._engine.audit.mark() is not None:
+            await self._engine.runtime.read(self._apply, [], [], None)
         if not self._settings.enabled:
             return False
         return await self._seal() or await self._merge()
@@ -202,8 +207,21 @@ class Housekeeper:
 
     def _apply(self, added: list[SegmentInfo], removed: list[int], sealed_to: int | None) -> None:
         self._engine.log.manifest.apply(
-            added, removed, sealed_to=sealed_to, at_us=self._clock.now_us
+            added,
+            removed,
+            sealed_to=sealed_to,
+            at_us=self._clock.now_us,
+            audit=self._engine.audit.mark(),
         )
+
+    def note_audit(self) -> None:
+        """Note how far the audit chain reaches, before the folder is given back."""
+        if self._engine.audit.mark() is None:
+            return
+        try:
+            self._apply([], [], None)
+        except (OSError, PenstockError) as error:  # the next life notes it
+            log.warning("how far the audit chain reaches could not be noted: %s", error)
 
     # -- retention -----------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.admission import ADMITTED, Incoming, Waiting
-from penstock.core.entry import Entry
+from penstock.core.entry import Entry, as_recovered
 from penstock.core.partition import partition_of, partitions_of
 from penstock.engines.bundle import combined
 from penstock.engines.engine import Draft, Transaction
@@ -271,7 +271,7 @@ class Intake:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         submission = Submission(tenant, drafts, partitions, size, future)
         if entries:
-            submission.entries = entries
+            submission.entries = [as_recovered(entry) for entry in entries]
         submission.when_taken = when_taken
         submission.check = check
         submission.brings_news = brings_news

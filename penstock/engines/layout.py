@@ -1,17 +1,20 @@
 """Layout: gives drafts their place, offset and time, and lays them into a commit.
 
 Runs when a commit is taken, so order and duplicates are decided once, in one place. Small drafts
-of the same topic that arrived meanwhile become one batch.
+of the same topic that arrived meanwhile become one batch. A submission is laid out whole or not at
+all: one with a value that cannot be written is refused, and the others go on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import NamedTuple
 
 from penstock.core.dedup import repeats
-from penstock.core.entry import Entry, encode_entries
+from penstock.core.entry import encode_checked
 from penstock.engines.engine import Draft
 from penstock.engines.pending import Submission
 from penstock.log.content import EVENT_OVERHEAD_BYTES
@@ -23,7 +26,7 @@ from penstock.log.measure import event_bytes, payload_bytes
 from penstock.log.snapshot import PARTITION_SHIFT, Fold
 from penstock.model.batch import EventBatch
 from penstock.model.compressor import compressors, worth_compressing
-from penstock.model.errors import PenstockError
+from penstock.model.errors import InvalidInput, PenstockError
 from penstock.model.event import Receipt
 from penstock.model.settings import Media
 from penstock.model.token import TokenSource, token_at
@@ -63,6 +66,10 @@ class Layout:
         self._media = media
         compressors.get(media.compressor)  # one that is missing shows now, not in a commit
         self._merging: dict[tuple[str, int, str, str], list[Submission]] = {}
+        self._moved: list[tuple[PartitionLog, int, int]] = []
+        """Where partitions ended before the submission that is being laid out."""
+        self._remembered: list[EventBatch] = []
+        """Its batches whose tokens are known now."""
         self._now_us = 0
 
     def build(self, draft: Draft) -> EventBatch:
@@ -89,7 +96,7 @@ class Layout:
             batch.compress_with(name)
 
     def lay(self, submissions: Iterable[Submission], commit: Commit, now_us: int) -> list[Placed]:
-        """Place all submissions of a commit."""
+        """Place all submissions of a commit; one that cannot be laid out is refused, alone."""
         self._now_us = now_us
         placed: list[Placed] = []
         for submission in submissions:
@@ -104,28 +111,65 @@ class Layout:
                 self._merging.setdefault(place, []).append(submission)
             else:
                 self._merge(commit, placed)
-                self._lay_one(submission, commit, placed)
+                self._lay_or_refuse(submission, commit, placed)
         self._merge(commit, placed)
         return placed
 
     def _merge(self, commit: Commit, placed: list[Placed]) -> None:
-        for (topic, partition, _, _), submissions in self._merging.items():
-            drafts = [submission.drafts[0] for submission in submissions]
-            batch = self.build(drafts[0] if len(drafts) == 1 else joined(drafts))
-            log = self._place(batch, topic, partition)
-            position = commit.add(BATCH, batch.encode_parts())
-            placed.append(Placed(batch, log, position, 0))
-            offset, index = batch.base_offset, 0
-            for submission in submissions:
-                count = submission.drafts[0].count
-                token = token_at(batch.token_base, index)
-                submission.receipts = [Receipt(topic, partition, offset + index, count, token)]
-                index += count
+        for submissions in self._merging.values():
+            try:
+                with self._whole_or_not(commit, placed):
+                    self._lay_joined(submissions, commit, placed)
+            except Exception:  # of one of them: it is found when each is laid out by itself
+                for submission in submissions:
+                    self._lay_or_refuse(submission, commit, placed)
         self._merging = {}
+
+    def _lay_joined(
+        self, submissions: list[Submission], commit: Commit, placed: list[Placed]
+    ) -> None:
+        drafts = [submission.drafts[0] for submission in submissions]
+        batch = self.build(drafts[0] if len(drafts) == 1 else joined(drafts))
+        log = self._place(batch, drafts[0].topic, submissions[0].partitions[0])
+        position = commit.add(BATCH, batch.encode_parts())
+        placed.append(Placed(batch, log, position, 0))
+        offset, index = batch.base_offset, 0
+        for submission in submissions:
+            count = submission.drafts[0].count
+            token = token_at(batch.token_base, index)
+            receipt = Receipt(batch.topic, batch.partition, offset + index, count, token)
+            submission.receipts = [receipt]
+            index += count
+
+    def _lay_or_refuse(self, submission: Submission, commit: Commit, placed: list[Placed]) -> None:
+        try:
+            with self._whole_or_not(commit, placed):
+                self._lay_one(submission, commit, placed)
+        except Exception as error:
+            submission.written = []
+            if not submission.future.done():  # its caller may have given up
+                submission.future.set_exception(_unfit(error))
+
+    @contextmanager
+    def _whole_or_not(self, commit: Commit, placed: list[Placed]) -> Iterator[None]:
+        """What fails in here leaves commit, partitions and tokens as they were."""
+        self._moved, self._remembered = [], []
+        end, entries, batches = commit.end, len(commit.entries), len(placed)
+        try:
+            yield
+        except Exception:
+            commit.end = end
+            del commit.entries[entries:], placed[batches:]
+            for log, following, last_time_us in reversed(self._moved):
+                log.next, log.last_time_us = following, last_time_us
+            for batch in self._remembered:
+                self._fold.forget(batch)
+            raise
 
     def _lay_one(self, submission: Submission, commit: Commit, placed: list[Placed]) -> None:
         bodies: list[tuple[int, Sequence[Bytes]]] = []
         laid: list[tuple[EventBatch, PartitionLog]] = []
+        receipts: list[Receipt] = []
         for draft, partition in zip(submission.drafts, submission.partitions, strict=True):
             known = self._known(draft)
             if known is None:
@@ -137,36 +181,28 @@ class Layout:
                 receipt = _receipt(batch)
             else:
                 receipt, batch = self._lay_new_ones(draft, partition, known)
-            submission.receipts.append(receipt)
+            receipts.append(receipt)
             if batch is not None:
                 laid.append((batch, self._log.partition(draft.topic, partition)))
                 bodies.append((BATCH, batch.encode_parts()))
         entries = list(submission.entries)
         if submission.when_taken is not None:
-            try:
-                entries += submission.when_taken(submission.receipts)
-            except PenstockError as error:
-                if laid:
-                    raise  # its events have their offsets
-                if not submission.future.done():  # its caller may have given up
-                    submission.future.set_exception(error)
-                return
+            entries += submission.when_taken(receipts)
+        if entries:
+            bodies.append((CONTROL, [encode_checked(entries)]))
         for entry in entries:
             self._fold.state.apply_live(entry)  # type: ignore[arg-type]
-        submission.written = entries
-        submission.position = self._add(bodies, laid, entries, commit, placed)
+        submission.receipts, submission.written = receipts, entries
+        submission.position = self._add(bodies, laid, commit, placed)
 
     def _add(
         self,
         bodies: list[tuple[int, Sequence[Bytes]]],
         laid: list[tuple[EventBatch, PartitionLog]],
-        entries: list[Entry],
         commit: Commit,
         placed: list[Placed],
     ) -> int:
         position = commit.end
-        if entries:
-            bodies.append((CONTROL, [encode_entries(entries)]))
         if len(bodies) == 1:
             kind, parts = bodies[0]
             position = commit.add(kind, parts)
@@ -181,7 +217,9 @@ class Layout:
         return position
 
     def _place(self, batch: EventBatch, topic: str, partition: int) -> PartitionLog:
+        partition = operator.index(partition)  # 0.0 would find its way, and could not be written
         log = self._log.partition(topic, partition)
+        self._moved.append((log, log.next, log.last_time_us))
         batch.partition = partition
         batch.base_offset = log.next
         # Append times never run backwards in a partition, whatever the clock does.
@@ -192,6 +230,7 @@ class Layout:
             batch.token_base = self._tokens.take(self._now_us // 1_000, batch.count)
         elif batch.explicit_tokens:
             self._fold.remember(batch)
+            self._remembered.append(batch)
         log.next += batch.count
         return log
 
@@ -313,6 +352,16 @@ def joined(drafts: Sequence[Draft]) -> Draft:
             chain.from_iterable(draft.headers or [None] * draft.count for draft in drafts)
         )
     return whole
+
+
+def _unfit(error: Exception) -> PenstockError:
+    """What the caller of a submission hears that could not be laid out."""
+    if isinstance(error, PenstockError):
+        return error
+    return InvalidInput(
+        f"this cannot be stored: {type(error).__name__}: {error}. Nothing of it was; check the types "
+        "of its values"
+    )
 
 
 def _receipt(batch: EventBatch) -> Receipt:

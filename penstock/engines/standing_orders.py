@@ -75,10 +75,10 @@ class StandingOrders:
         engine = self._engine
         after = _route_state(self._route(pattern, destination), gone="removed")
         after["version"] = engine.routes.version
-        audit = engine.audit.entry(
-            actor, operation, f"{pattern} -> {destination}", _route_state(before), after
-        )
         try:
+            audit = engine.audit.entry(
+                actor, operation, f"{pattern} -> {destination}", _route_state(before), after
+            )
             await engine.save_routes()
             await engine.intake.submit(
                 [], when_taken=lambda _: [*engine.groups.routes_changed(), audit]
@@ -121,12 +121,12 @@ class StandingOrders:
         with suppress(UnknownSchedule):
             before = recurring.get(request.id)
         definition = recurring.put(wanted, engine.runtime.wall_us())
-        audit = engine.audit.entry(
-            request.actor or LOCAL, "schedule.put", request.id, _schedule_state(before),
-            _schedule_state(definition),
-        )  # fmt: skip
-        put = RecurringPut(request.id, msgspec.msgpack.encode(definition))
         try:
+            audit = engine.audit.entry(
+                request.actor or LOCAL, "schedule.put", request.id, _schedule_state(before),
+                _schedule_state(definition),
+            )  # fmt: skip
+            put = RecurringPut(request.id, msgspec.msgpack.encode(definition))
             await engine.intake.write_entries([put, audit])
         except PenstockError:
             recurring.undo(definition, before)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.core import intervention
-from penstock.core.entry import Entry, TopicPut, TopicSpec
+from penstock.core.entry import Entry, TopicPut, TopicSpec, as_recovered
 from penstock.engines.turnstile import Turnstile
 from penstock.model.errors import UnknownTopic
 from penstock.model.topic import is_inbox, is_system, tenant_of
@@ -48,6 +48,7 @@ class Topics:
         chosen = spec or TopicSpec(
             partitions=1 if is_system(topic) else self._engine.settings.topics.partitions
         )
+        chosen = as_recovered(TopicPut(topic, chosen)).spec
         turnstile = self._making.setdefault(topic, Turnstile())
         try:
             async with turnstile:

@@ -13,7 +13,7 @@ from penstock.core.audit import (
     is_intact,
     select,
 )
-from penstock.core.auditproof import FILE_SUFFIX, Verdict, Verifier
+from penstock.core.auditproof import FILE_SUFFIX, Verdict, Verifier, file_name
 from penstock.log.auditexport import Fault, check_manifest, newest_manifest
 from penstock.log.auditseal import (
     FOLDER,
@@ -24,7 +24,9 @@ from penstock.log.auditseal import (
     unseal,
 )
 from penstock.log.disk import Disk, read_file
-from penstock.model.errors import Corrupted
+from penstock.log.manifest import Manifest
+from penstock.log.segment import FOLDER as SEGMENTS
+from penstock.model.errors import Corrupted, FormatTooNew
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,6 +67,14 @@ class AuditReader:
         """Paths of the audit files, oldest first."""
         names = self._disk.list(FOLDER)
         return [f"{FOLDER}/{name}" for name in names if name.endswith(FILE_SUFFIX)]
+
+    def holds(self, sequence: int, hash: str) -> bool:
+        """Whether the chain has that record with that hash; only its line is looked at."""
+        paths = [path for path in self.files() if path <= f"{FOLDER}/{file_name(sequence)}"]
+        data = b"\n" + read_file(self._disk, paths[-1]) if paths else b""
+        at = data.find(b'\n{"kind":"record","sequence":%d,' % sequence)
+        end = data.find(b"\n", at + 1)
+        return at >= 0 and data[at:end].endswith(b'"hash":"%s"}' % hash.encode())
 
     def _lines(self) -> Iterator[tuple[str, int, bytes]]:
         paths = self.files()
@@ -116,7 +126,11 @@ class AuditReader:
         verifier = Verifier(public_key=key or None)
         if expect_last is not None:
             verifier.expect(expect_last)
-        faults = [*self._check_head(saved, key, verifier), *self._check_export(key, verifier)]
+        faults = [
+            *self._check_mark(key, verifier),
+            *self._check_head(saved, key, verifier),
+            *self._check_export(key, verifier),
+        ]
         self._feed(verifier)
         for fault in faults:
             verifier.fail(fault.kind, fault.explanation, file=fault.file)
@@ -124,6 +138,31 @@ class AuditReader:
 
     def _read(self, path: str) -> bytes:
         return read_file(self._disk, path) if self._disk.exists(path) else b""
+
+    def _check_mark(self, key: str, verifier: Verifier) -> Iterator[Fault]:
+        """The manifest of the segments knows how far the chain reached: it is in another folder."""
+        try:
+            manifest = Manifest.load(self._disk)
+        except (Corrupted, FormatTooNew) as error:
+            yield Fault(
+                "changed", SEGMENTS, f"how far the chain reached is unknown: {error.message}"
+            )
+            return
+        manifest.close()
+        mark = manifest.audit
+        if mark is None:
+            return
+        if not self.files():
+            yield Fault("removed", FOLDER, f"the chain is gone: {mark.sequence} records were in it")
+        elif key and mark.public_key != key:
+            yield Fault(
+                "removed",
+                FOLDER,
+                f"another chain is in its place: the one of key {mark.public_key[:16]}..., which had "
+                f"{mark.sequence} records, is gone",
+            )
+        else:
+            verifier.expect(Head(mark.sequence, mark.hash))
 
     def _check_head(self, saved: bytes, key: str, verifier: Verifier) -> Iterator[Fault]:
         if not key and (saved or self.files()):

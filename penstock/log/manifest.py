@@ -15,6 +15,7 @@ from penstock.log.disk import Disk, File, write_file
 from penstock.log.manifest_log import (
     FORMAT,
     HEAD,
+    AuditMark,
     Change,
     UnknownFormat,
     commit_frame,
@@ -102,10 +103,12 @@ class Manifest(SegmentIndex):
         *,
         sealed_to: int | None = None,
         at_us: int,
+        audit: AuditMark | None = None,
     ) -> None:
         """Add and remove segments as one change, durable on return.
 
-        `sealed_to` is the journal position below which every event is in segments; None leaves it.
+        `sealed_to` is the journal position below which every event is in segments, `audit` how far
+        the audit chain reaches; None leaves them.
         """
         if self._broken:
             raise self._failed()
@@ -123,6 +126,7 @@ class Manifest(SegmentIndex):
             add=list(add),
             remove=list(remove),
             format=FORMAT,
+            audit=audit,
         )
         if overlap := self._overlap(change):
             raise self._damaged(overlap)
@@ -275,6 +279,7 @@ class Manifest(SegmentIndex):
             next_id=self.next_id,
             add=list(self.segments()),
             format=FORMAT,
+            audit=self.audit,
         )
         frames = [encode_change(snapshot), commit_frame()]
         write_file(self._disk, _path(self.generation + 1), frames)

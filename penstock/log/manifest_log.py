@@ -25,6 +25,14 @@ COMMIT = b"PSmc"
 MAX_RECORD_BYTES = 512 * 1024 * 1024
 
 
+class AuditMark(msgspec.Struct, frozen=True):
+    """How far the audit chain with that key was known to reach, and the hash of its record there."""
+
+    sequence: int
+    hash: str
+    public_key: str
+
+
 class Change(msgspec.Struct, frozen=True, omit_defaults=True):
     """One record: what came, what went, and up to where the journal is in segments."""
 
@@ -34,6 +42,7 @@ class Change(msgspec.Struct, frozen=True, omit_defaults=True):
     format: int  # of the record; no default, so that it is always written
     add: list[SegmentInfo] = []
     remove: list[int] = []
+    audit: AuditMark | None = None  # None: as before
 
 
 class UnknownFormat(ValueError):

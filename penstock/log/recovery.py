@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from penstock.core.entry import Audited, decode_entries
+from penstock.core.entry import Audited
 from penstock.log.disk import UNFINISHED, Disk, File, read_file, write_file
 from penstock.log.eventlog import EventLog
 from penstock.log.frame import (
@@ -277,14 +277,15 @@ class Recovery:
         self._collect_audit(frame)
 
     def _collect_audit(self, frame: Frame) -> None:
-        bodies = [frame.body] if frame.kind == CONTROL else []
+        bodies = [(0, frame.body)] if frame.kind == CONTROL else []
         if frame.kind == GROUP:
-            bodies = [body for _, kind, body in read_group(frame.body) if kind == CONTROL]
+            parts = read_group(frame.body)
+            bodies = [(inner, body) for inner, kind, body in parts if kind == CONTROL]
         number = 0
-        for body in bodies:
+        for inner, body in bodies:
             if b"audited" not in bytes(body):
                 continue
-            for entry in decode_entries(body):
+            for _, entry in self.fold.entries.read(body, frame.position, inner):
                 if isinstance(entry, Audited):
                     self.audited.append((frame.position + number, entry))
                     number += 1

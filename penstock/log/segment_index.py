@@ -6,7 +6,7 @@ from bisect import bisect_right, insort
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.log.manifest_log import Change, encoded_size
+from penstock.log.manifest_log import AuditMark, Change, encoded_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -29,6 +29,8 @@ class SegmentIndex:
         self.sealed_to = 0
         self.at_us = 0
         self.next_id = 1
+        self.audit: AuditMark | None = None
+        """What the audit chain must reach: it lies in another folder, which may be lost."""
         self.total_bytes = 0
         self._live_bytes = 0
         self._segments: dict[int, SegmentInfo] = {}
@@ -79,6 +81,7 @@ class SegmentIndex:
             if not self._lanes[key]:
                 del self._lanes[key]
         self.sealed_to, self.at_us, self.next_id = change.sealed_to, change.at_us, change.next_id
+        self.audit = change.audit or self.audit
 
     def _overlap(self, change: Change) -> str | None:
         """Where two live ranges would claim one offset: a reader could not know whom to believe."""

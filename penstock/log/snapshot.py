@@ -12,10 +12,11 @@ from collections.abc import Iterator
 import msgspec
 
 from penstock.core.dedup import DedupTable, split_tokens
-from penstock.core.entry import TopicGone, decode_entries
+from penstock.core.entry import TopicGone
 from penstock.core.state import Piece, State, load_pieces, pieces_of
 from penstock.log.disk import Bytes, Disk, read_file, write_file
 from penstock.log.frame import BATCH, CONTROL, GROUP, Frame, read_group
+from penstock.log.unreadable import EntryReader
 from penstock.model.batch import EventBatch
 from penstock.model.batch_head import EXPLICIT_TOKENS, BatchHead
 from penstock.model.checksum import crc32
@@ -40,8 +41,9 @@ def snapshot_path(position: int) -> str:
 class Fold:
     """State and dedup tables, built by reading the journal in order."""
 
-    def __init__(self, settings: DedupSettings) -> None:
+    def __init__(self, settings: DedupSettings, entries: EntryReader | None = None) -> None:
         self.settings = settings
+        self.entries = entries or EntryReader()
         self.state = State()
         self.dedup: dict[str, DedupTable] = {}
         self.ends: dict[str, list[tuple[int, int]]] = {}
@@ -51,20 +53,24 @@ class Fold:
     def take(self, frame: Frame) -> None:
         """Apply one journal entry."""
         if frame.kind == CONTROL:
-            self._control(frame.body)
+            self._control(frame.body, frame.position, 0)
         elif frame.kind == BATCH:
             self._batch(frame.body)
         elif frame.kind == GROUP:
-            for _, kind, body in read_group(frame.body):
+            for inner, kind, body in read_group(frame.body):
                 if kind == CONTROL:
-                    self._control(body)
+                    self._control(body, frame.position, inner)
                 else:
                     self._batch(body)
         self.position = frame.end
 
-    def _control(self, body: memoryview) -> None:
-        for entry in decode_entries(body):
-            self.state.apply(entry)
+    def _control(self, body: memoryview, position: int, inner: int) -> None:
+        for number, entry in self.entries.read(body, position, inner):
+            try:
+                self.state.apply(entry)
+            except Exception as error:  # whatever it is: the folder must say where
+                self.entries.refuse(entry, (position, inner, number), error)
+                continue
             if isinstance(entry, TopicGone):
                 self.dedup.pop(entry.topic, None)
                 self.ends.pop(entry.topic, None)
@@ -91,6 +97,10 @@ class Fold:
         tokens = split_tokens(batch.token_bytes())
         self.table(batch.topic).record(tokens, first, batch.append_time_us)
 
+    def forget(self, batch: EventBatch) -> None:
+        """Undo `remember`, for a batch that was not stored after all."""
+        self.table(batch.topic).forget(split_tokens(batch.token_bytes()))
+
     # -- files ---------------------------------------------------------------------------------
 
     def save(self, disk: Disk) -> None:
@@ -116,7 +126,7 @@ class Fold:
     def load(cls, disk: Disk, settings: DedupSettings) -> Fold:
         """The newest snapshot, or the beginning of time when there is none."""
         names = [name for name in disk.list(FOLDER) if name.endswith(".snap")]
-        fold = cls(settings)
+        fold = cls(settings, EntryReader(disk))
         if not names:
             return fold
         path = f"{FOLDER}/{names[-1]}"

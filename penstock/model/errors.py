@@ -47,6 +47,7 @@
     │   ├── FolderLocked                storage.locked
     │   ├── FormatTooNew                storage.format-too-new
     │   ├── Corrupted                   storage.corrupted
+    │   ├── UnreadableEntry             storage.unreadable-entry
     │   ├── WriterFailed                storage.writer-failed
     │   └── NotADataFolder              storage.not-a-folder
     ├── ConnectionFailed                connection.*       the way to a broker
@@ -93,6 +94,7 @@ from penstock.model.storage_errors import (
     FormatTooNew,
     NotADataFolder,
     StorageError,
+    UnreadableEntry,
     WriterFailed,
 )
 from penstock.model.table_errors import (
@@ -168,6 +170,7 @@ __all__ = [
     "UnknownScheme",
     "UnknownTable",
     "UnknownTopic",
+    "UnreadableEntry",
     "Unsupported",
     "WarehouseFailed",
     "WriteOnce",

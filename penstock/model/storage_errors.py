@@ -29,6 +29,12 @@ class Corrupted(StorageError):
     code = "storage.corrupted"
 
 
+class UnreadableEntry(StorageError):
+    """A journal entry is whole and cannot be read; `path`, `offset` and `kind` name it."""
+
+    code = "storage.unreadable-entry"
+
+
 class WriterFailed(StorageError):
     """The disk refused to make data durable; the writer stopped for good."""
 

@@ -19,6 +19,7 @@ from penstock.core.audit import Head, decode_line
 from penstock.log.auditreader import AuditReader
 from penstock.log.auditseal import FOLDER, refuse_newer
 from penstock.log.disk import RealDisk, read_file
+from penstock.log.segment import FOLDER as SEGMENTS
 from penstock.model.errors import Corrupted, InvalidSettings, NotADataFolder
 from penstock.pipelines.builtin import audit_walk
 from penstock.pipelines.builtin.audit_walk import Chain, Piece
@@ -74,7 +75,7 @@ class ParallelReader(AuditReader):
 
     def __init__(self, spark: SparkSession, folder: str) -> None:
         self._root = str(Path(folder.removeprefix("file:")).absolute())
-        if not (Path(self._root) / FOLDER).is_dir():
+        if not any((Path(self._root) / each).is_dir() for each in (FOLDER, SEGMENTS)):
             raise NotADataFolder(
                 f"the folder {self._root} holds no audit trail: it has no folder {FOLDER}/. "
                 "Name a data folder, or a folder that `penstock audit export` wrote",
