@@ -10,6 +10,7 @@ from penstock.core.catalogue import Route
 from penstock.core.entry import TopicSpec
 from penstock.core.schedule import parse_every
 from penstock.engines import request as ask
+from penstock.engines.views import Effect
 from penstock.model.codec import codecs
 from penstock.model.topic import check_topic
 
@@ -90,9 +91,13 @@ class Topics(Desk):
         self._bus.need("grow-partitions")
         return await self._bus.ask(ask.ConfigureTopic(name, partitions, actor=self._actor))
 
-    async def delete(self, name: str) -> None:
-        """Remove a topic and its events; refused and audited when it is write-once."""
-        await self._bus.ask(ask.DeleteTopic(name, self._actor))
+    async def delete(self, name: str, *, confirm: str = "", dry_run: bool = False) -> Effect:
+        """Remove a topic and its events, with confirm="DELETE"; refused and audited when it is write-once.
+
+        `dry_run` changes nothing, needs no confirmation and returns what would go.
+        """
+        request = ask.DeleteTopic(name, self._actor, confirm, dry_run)
+        return await self._bus.ask(request)  # type: ignore[no-any-return]
 
 
 class Groups(Desk):
@@ -106,15 +111,29 @@ class Groups(Desk):
         """One group with its lanes."""
         return await self._bus.ask(ask.DescribeGroup(name))
 
-    async def reset(self, name: str, to: When, *, topic: str | None = None) -> Any:
-        """Read again from "earliest", "latest", an offset (int), a datetime or how long ago ("2h")."""
+    async def reset(
+        self,
+        name: str,
+        to: When,
+        *,
+        topic: str | None = None,
+        confirm: str = "",
+        dry_run: bool = False,
+    ) -> Any:
+        """Move a group, with confirm="RESET", to "earliest", "latest", an offset (int), a datetime or how long ago ("2h").
+
+        `dry_run` changes nothing, needs no confirmation and returns the group as it would be.
+        """
         self._bus.need("group-reset")
         place = self._bus.place(to)
-        return await self._bus.ask(ask.ResetGroup(name, place, topic, self._actor))
+        return await self._bus.ask(
+            ask.ResetGroup(name, place, topic, self._actor, confirm, dry_run)
+        )
 
-    async def delete(self, name: str) -> None:
-        """Forget a group and where it was."""
-        await self._bus.ask(ask.DeleteGroup(name, self._actor))
+    async def delete(self, name: str, *, confirm: str = "", dry_run: bool = False) -> Effect:
+        """Forget a group and where it was, with confirm="DELETE"; `dry_run` tells what would go."""
+        request = ask.DeleteGroup(name, self._actor, confirm, dry_run)
+        return await self._bus.ask(request)  # type: ignore[no-any-return]
 
 
 class DeadLetters(Desk):
@@ -148,13 +167,17 @@ class DeadLetters(Desk):
         target_consumer: str,
         target_topic: str,
         reason: str,
-        confirm: str,
+        confirm: str = "",
         actor: str = "",
+        dry_run: bool = False,
     ) -> Any:
-        """Give dead letters back to their consumer; restate the exact target, and confirm="REPLAY"."""
+        """Give dead letters back to their consumer; restate the exact target, and confirm="REPLAY".
+
+        `dry_run` changes nothing, needs no confirmation and returns what would become of each.
+        """
         self._bus.need("dead-letter-replay")
         return await self._bus.ask(
-            ask.ReplayDead([*ids], target_consumer, target_topic, actor, reason, confirm)
+            ask.ReplayDead([*ids], target_consumer, target_topic, actor, reason, confirm, dry_run)
         )
 
     async def dead_letter(
@@ -171,10 +194,21 @@ class DeadLetters(Desk):
         self._bus.need("dead-letter-replay")
         return await self._bus.ask(ask.Quarantine(id, consumer, topic, actor, reason, payload))
 
-    async def purge(self, ids: Sequence[str], *, reason: str, confirm: str, actor: str = "") -> Any:
-        """Take dead letters out of the view, with confirm="PURGE"; the log keeps the events."""
+    async def purge(
+        self,
+        ids: Sequence[str],
+        *,
+        reason: str,
+        confirm: str = "",
+        actor: str = "",
+        dry_run: bool = False,
+    ) -> Any:
+        """Take dead letters out of the view, with confirm="PURGE"; the log keeps the events.
+
+        `dry_run` changes nothing, needs no confirmation and returns what would become of each.
+        """
         self._bus.need("dead-letter-replay")
-        return await self._bus.ask(ask.PurgeDead([*ids], actor, reason, confirm))
+        return await self._bus.ask(ask.PurgeDead([*ids], actor, reason, confirm, dry_run))
 
 
 class Audit(Desk):
@@ -226,10 +260,13 @@ class Routes(Desk):
         self._bus.need("routes")
         await self._bus.ask(ask.PutRoute(route, self._actor))
 
-    async def remove(self, pattern: str, destination: str) -> None:
-        """Drop a route."""
+    async def remove(
+        self, pattern: str, destination: str, *, confirm: str = "", dry_run: bool = False
+    ) -> Effect:
+        """Drop a route, with confirm="REMOVE"; `dry_run` tells which topics it would no longer lead."""
         self._bus.need("routes")
-        await self._bus.ask(ask.RemoveRoute(pattern, destination, self._actor))
+        request = ask.RemoveRoute(pattern, destination, self._actor, confirm, dry_run)
+        return await self._bus.ask(request)  # type: ignore[no-any-return]
 
     async def enable(self, pattern: str, destination: str) -> None:
         """Let a route work."""
@@ -277,7 +314,8 @@ class Schedules(Desk):
             ask.PutSchedule(id, topic, payload, name, headers or {}, cron, every_us, self._actor)
         )
 
-    async def remove(self, id: str) -> None:
-        """Stop publishing a recurring event."""
+    async def remove(self, id: str, *, confirm: str = "", dry_run: bool = False) -> Effect:
+        """Stop publishing a recurring event, with confirm="REMOVE"; `dry_run` tells what would end."""
         self._bus.need("schedules")
-        await self._bus.ask(ask.RemoveSchedule(id, self._actor))
+        request = ask.RemoveSchedule(id, self._actor, confirm, dry_run)
+        return await self._bus.ask(request)  # type: ignore[no-any-return]

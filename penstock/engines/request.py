@@ -45,6 +45,8 @@ class DeleteTopic(Request, frozen=True):
 
     topic: str
     actor: str = "local"
+    confirm: str = ""
+    dry_run: bool = False
 
 
 class FindOffset(Request, frozen=True):
@@ -78,6 +80,8 @@ class ResetGroup(Request, frozen=True):
     to: str
     topic: str | None = None
     actor: str = "local"
+    confirm: str = ""
+    dry_run: bool = False
 
 
 class DeleteGroup(Request, frozen=True):
@@ -85,6 +89,8 @@ class DeleteGroup(Request, frozen=True):
 
     group: str
     actor: str = "local"
+    confirm: str = ""
+    dry_run: bool = False
 
 
 class ListDead(Request, frozen=True):
@@ -113,6 +119,7 @@ class ReplayDead(Request, frozen=True):
     actor: str
     reason: str
     confirm: str
+    dry_run: bool = False
 
 
 class Quarantine(Request, frozen=True):
@@ -133,6 +140,7 @@ class PurgeDead(Request, frozen=True):
     actor: str
     reason: str
     confirm: str
+    dry_run: bool = False
 
 
 class QueryAudit(Request, frozen=True):
@@ -172,6 +180,8 @@ class RemoveRoute(Request, frozen=True):
     pattern: str
     destination: str
     actor: str = "local"
+    confirm: str = ""
+    dry_run: bool = False
 
 
 class SwitchRoute(Request, frozen=True):
@@ -212,6 +222,8 @@ class RemoveSchedule(Request, frozen=True):
 
     id: str
     actor: str = ""
+    confirm: str = ""
+    dry_run: bool = False
 
 
 class ListSessions(Request, frozen=True):

@@ -57,6 +57,31 @@ class GroupInfo(msgspec.Struct):
     lanes: list[LaneInfo]
 
 
+class GroupEffect(msgspec.Struct, frozen=True):
+    """What a destructive request does to one group."""
+
+    name: str
+    lag_before: int
+    lag_after: int
+
+
+class Effect(msgspec.Struct, frozen=True):
+    """What a destructive request did or, asked with `dry_run`, would do."""
+
+    operation: str
+    target: str
+    done: bool
+    """False after a dry run: nothing was changed."""
+    events: int = 0
+    """Events that are deleted."""
+    sealed_bytes: int = 0
+    """What they take in sealed segments."""
+    topics: list[str] = []
+    """Topics that are deleted, or that the route or schedule no longer serves."""
+    groups: list[GroupEffect] = []
+    """Groups that lose events to read, or their place."""
+
+
 class SessionInfo(msgspec.Struct, frozen=True):
     """A session as operators see it."""
 

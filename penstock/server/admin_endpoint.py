@@ -18,7 +18,7 @@ from msgspec import Meta
 from penstock.bus.publishing import when_us
 from penstock.engines.embedded import EmbeddedEngine
 from penstock.engines.engine import Request
-from penstock.model.errors import ConfirmationNeeded
+from penstock.engines.views import Effect
 from penstock.model.event import Identity
 from penstock.model.page import MAX_PAGE, MAX_SKIP
 from penstock.model.settings import Settings
@@ -131,17 +131,32 @@ class Paging(Query, frozen=True):
     offset: Offset = 0
 
 
+Confirm = Annotated[
+    str,
+    Meta(description="The operation's verb in capitals, such as DELETE; else nothing happens."),
+]
+DryRun = Annotated[bool, Meta(description="Change nothing; answer what would happen.")]
+
+
 class Deleting(Query, frozen=True):
     """What it takes to delete something."""
 
-    confirm: Annotated[str, Meta(description="Must be DELETE; without it nothing happens.")] = ""
+    confirm: Confirm = ""
+    dry_run: DryRun = False
     actor: Actor = None
 
 
 class Deleted(msgspec.Struct, frozen=True):
-    """What is gone."""
+    """What is gone, or would be."""
 
-    deleted: str
+    deleted: str | None
+    """Its name; null after a dry run."""
+    effect: Effect
+
+
+def deleted(name: str, effect: Effect) -> Deleted:
+    """The answer to a deletion."""
+    return Deleted(name if effect.done else None, effect)
 
 
 class Answered(msgspec.Struct, frozen=True):
@@ -159,11 +174,3 @@ def page(rows: Iterable[T], limit: int, offset: int) -> Page[T]:
     """
     found = list(islice(rows, offset, offset + limit + 1))
     return Page(found[:limit], len(found) > limit)
-
-
-def require_word(word: str, given: str, what: str) -> None:
-    """Refuse unless the confirmation was given to the letter."""
-    if given != word:
-        raise ConfirmationNeeded(
-            f"this {what}. Nothing was changed; repeat with confirm={word}", confirm=word
-        )

@@ -417,7 +417,7 @@ async def test_retained_bytes_follow_sealing_and_retention(
             }
         before = shown[-1]["default", "orders"]
         assert 0 < before < 8 * 300_000, "retention has taken some"
-        await bus.topics.delete("invoices")
+        await bus.topics.delete("invoices", confirm="DELETE")
         await engine.housekeeper.settle()
         after = await scraped.values("penstock_retained_bytes")
         assert (after["default", "invoices"], after["default", "orders"]) == (0, before)
@@ -514,7 +514,7 @@ async def test_failures_are_counted_by_cause(scraped: Scraped) -> None:
         reason="fixed", confirm="REPLAY",
     )  # fmt: skip
     assert await scraped.values("penstock_dead_letters_replayed_total") == {dead: 1}
-    await bus.groups.delete("billing")
+    await bus.groups.delete("billing", confirm="DELETE")
     assert await scraped.values("penstock_failed_deliveries_total") == found
 
 
