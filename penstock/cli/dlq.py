@@ -192,14 +192,14 @@ def _change(invocation: Invocation, word: str, confirm: str, dry_run: bool, what
 
     def show(found: tuple[str, Any]) -> None:
         nonlocal failed
-        failed = _report(invocation, *found, ids)
+        failed = _report(invocation, found[0], ids, found[1])
 
     destroy(invocation, word, confirm, dry_run, what, work, show)
     if failed:
         raise click.exceptions.Exit(exits.FAILED)
 
 
-def _report(invocation: Invocation, done: str, outcome: Any, ids: list[str]) -> bool:
+def _report(invocation: Invocation, done: str, ids: list[str], outcome: Any) -> bool:
     """One result for each record, then the counts; returns whether any failed."""
     failures = {each["id"]: each for each in output.plain(outcome.failures)}
     results = [

@@ -428,7 +428,7 @@ async def test_audit_events(site: Site) -> None:
     async with site.client() as client:
         for name, actor in (("a", "ann"), ("b", "bob")):
             path = f"/api/admin/topics/{name}?confirm=DELETE&actor={actor}"
-            assert done(await client.delete(path)) == {"deleted": name}
+            assert done(await client.delete(path))["deleted"] == name
         path = "/api/admin/audit/events"
         shown = done(await client.get(path))["items"]
         assert shown == as_json(await site.bus.audit.query())
@@ -713,8 +713,8 @@ async def test_a_tenant_touches_its_own(guarded: Site) -> None:
             ("PUT", "/api/admin/routes", route),
             ("POST", "/api/admin/routes/disable", {"pattern": "orders.#", "destination": "x"}),
             ("PUT", "/api/admin/schedules/own", {"topic": ACME, "every": "1h", "value": 1}),
-            ("DELETE", "/api/admin/schedules/own", None),
-            ("POST", "/api/admin/groups/mine/reset", {"to": "latest", "actor": "ann"}),
+            ("DELETE", "/api/admin/schedules/own?confirm=REMOVE", None),
+            ("POST", "/api/admin/groups/mine/reset", {"to": "latest", "actor": "ann", "confirm": "RESET"}),
             ("DELETE", "/api/admin/groups/mine?confirm=DELETE", None),
             ("DELETE", "/api/admin/topics/orders.made.v1.acme?confirm=DELETE", None),
         ):
@@ -734,7 +734,7 @@ async def test_schedules_are_audited_under_the_callers_name(guarded: Site) -> No
     async with guarded.client(guarded.token("operator")) as client:
         error_of(await client.put(path, json=body | {"actor": "eve"}), 403, "access.denied")
         done(await client.put(path, json=body))
-        done(await client.delete(path))
+        done(await client.delete(f"{path}?confirm=REMOVE"))
         seen = done(await client.get("/api/admin/audit/events"))["items"]
     subjects = {each["actor"] for each in seen}
     assert [each["operation"] for each in seen] == ["schedule.put", "schedule.remove"]
