@@ -33,7 +33,7 @@ def list_(invocation: Invocation) -> None:
     rows = [output.plain(group) for group in look(invocation, work)]
     if not invocation.json:
         rows = [row | {"members": _count(row.get("members"))} for row in rows]
-    output.show_rows(invocation, rows, ["name", "mode", "patterns", "members", "lag"])
+    output.show_rows(invocation, rows, ["name", "mode", "patterns", "members", "lag", "lost"])
 
 
 def _count(members: Any) -> Any:

@@ -19,6 +19,7 @@ from penstock.engines.deadletters import newest_letters
 from penstock.engines.engine import Request
 from penstock.engines.operator_rules import check_actor, check_word
 from penstock.engines.standing_orders import StandingOrders
+from penstock.engines.unread import lag_behind, unreadable
 from penstock.engines.views import (
     Effect,
     GroupEffect,
@@ -159,6 +160,7 @@ class Administration:
             return [TopicPut(topic, new), *lanes, audit]
 
         await engine.intake.submit([], when_taken=entries)
+        engine.housekeeper.wake()  # a topic at its limit may have room now
         return self._topic_info(topic)
 
     async def _delete_topic(self, request: ask.DeleteTopic) -> Effect:
@@ -235,17 +237,19 @@ class Administration:
         log, machine = engine.groups.logs.get(name), engine.dispatcher.groups.get(name)
         lanes: list[LaneInfo] = []
         members: list[str] = []
+        lost = engine.unread.lost.get(name, {})
         if log is not None:
-            for (topic, partition), cursor in sorted(group.cursors.items()):
-                end = engine.log.partition(topic, partition).end
-                lanes.append(LaneInfo(topic, partition, cursor, end, 0, max(0, end - cursor)))
+            for place, cursor in sorted(group.cursors.items()):
+                end, lag = lag_behind(engine.log, place, cursor)
+                lanes.append(LaneInfo(*place, cursor, end, 0, lag, lost.get(place, 0)))
             members = sorted(log.readers)
         elif machine is not None:
-            ledgers = owed(machine, engine.runtime.now())
-            for (topic, partition), lane in sorted(machine.lanes.items()):
-                open_events = ledgers[topic, partition].outstanding()
-                lag = lane.end - lane.cursor + open_events
-                lanes.append(LaneInfo(topic, partition, lane.cursor, lane.end, open_events, lag))
+            ledgers, gone = owed(machine, engine.runtime.now()), unreadable(engine.log, machine)
+            for place, lane in sorted(machine.lanes.items()):
+                waiting = ledgers[place].outstanding()
+                lag = lane.end - lane.cursor + waiting - gone.get(place, 0)
+                taken = lost.get(place, 0)
+                lanes.append(LaneInfo(*place, lane.cursor, lane.end, waiting, lag, taken))
             members = sorted(machine.members)
         return group_info(name, group.spec, members, lanes)
 

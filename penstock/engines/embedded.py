@@ -46,6 +46,7 @@ from penstock.engines.stored import StoredBytes
 from penstock.engines.taken import Taken
 from penstock.engines.timekeeper import Timekeeper
 from penstock.engines.topics import Topics
+from penstock.engines.unread import Unread
 from penstock.engines.views import known_partition
 from penstock.log.disk import Disk, Lock, read_file, write_file
 from penstock.log.journal import Journal
@@ -158,6 +159,7 @@ class EmbeddedEngine:
         self.timekeeper = Timekeeper(self)
         self.administration = Administration(self)
         self.housekeeper = Housekeeper(self)
+        self.unread = Unread(self)
         self.audit.start()
         self.commits.start()
         ended = self.groups.restore()

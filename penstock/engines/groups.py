@@ -147,6 +147,7 @@ class Groups:
             f"group {name!r} was deleted; subscribe again to make it anew", group=name
         )
         engine.dispatcher.remove(name, gone)
+        engine.unread.forget(name)
         log = self.logs.pop(name, None)
         if log is not None:
             log.stop(gone)

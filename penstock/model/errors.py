@@ -41,6 +41,7 @@
     │   ├── Throttled                   rejected.throttled
     │   ├── Dropped                     rejected.dropped
     │   ├── ReplayLimited               rejected.replay-limited
+    │   ├── RetentionFull               rejected.retention-full
     │   └── DiskFull                    rejected.disk-full
     ├── StorageError                    storage.*          the folder or the disk
     │   ├── FolderLocked                storage.locked
@@ -148,6 +149,7 @@ __all__ = [
     "Rejected",
     "ReplayLimited",
     "RequestTimedOut",
+    "RetentionFull",
     "SchemaMismatch",
     "SessionExpired",
     "StorageError",
@@ -412,6 +414,12 @@ class ReplayLimited(Rejected):
     """Replays of this tenant come too often."""
 
     code = "rejected.replay-limited"
+
+
+class RetentionFull(Rejected):
+    """A write-once topic is at a size limit, and its events may not be deleted yet."""
+
+    code = "rejected.retention-full"
 
 
 class DiskFull(Rejected):

@@ -714,7 +714,11 @@ async def test_a_tenant_touches_its_own(guarded: Site) -> None:
             ("POST", "/api/admin/routes/disable", {"pattern": "orders.#", "destination": "x"}),
             ("PUT", "/api/admin/schedules/own", {"topic": ACME, "every": "1h", "value": 1}),
             ("DELETE", "/api/admin/schedules/own?confirm=REMOVE", None),
-            ("POST", "/api/admin/groups/mine/reset", {"to": "latest", "actor": "ann", "confirm": "RESET"}),
+            (
+                "POST",
+                "/api/admin/groups/mine/reset",
+                {"to": "latest", "actor": "ann", "confirm": "RESET"},
+            ),
             ("DELETE", "/api/admin/groups/mine?confirm=DELETE", None),
             ("DELETE", "/api/admin/topics/orders.made.v1.acme?confirm=DELETE", None),
         ):

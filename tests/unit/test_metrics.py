@@ -535,14 +535,15 @@ async def test_commits_take_time_and_side_files_count(tmp_path: Path) -> None:
 
 
 async def test_problems_are_seen(scraped: Scraped) -> None:
-    quiet = {("writer",): 0, ("housekeeping",): 0, ("disk",): 0, ("audit",): 0}
+    parts = ("writer", "housekeeping", "disk", "retention", "audit")
+    quiet = {(part,): 0 for part in parts}
     assert await scraped.values("penstock_problem") == quiet
     scraped.engine.housekeeper.problem = "a file is missing"
     scraped.engine.housekeeper.shortage_bytes = 1
     scraped.engine.audit.failure = "the disk is gone"
     assert await scraped.values("penstock_problem") == quiet | {
         ("housekeeping",): 1,
-        ("disk",): 1,
+        ("retention",): 1,
         ("audit",): 1,
     }
 
