@@ -11,7 +11,13 @@ from penstock.core.schedule import no_moment, parse_duration, parse_when
 from penstock.engines.engine import Draft
 from penstock.model.arrow import batch_of_columns
 from penstock.model.codec import codecs, encode_many
-from penstock.model.errors import InvalidBatch, InvalidHeaders, InvalidInput, InvalidSchedule
+from penstock.model.errors import (
+    InvalidBatch,
+    InvalidHeaders,
+    InvalidInput,
+    InvalidSchedule,
+    over_limit,
+)
 from penstock.model.event import Identity
 from penstock.model.settings import Settings
 from penstock.model.token import parse_token, token_of_key
@@ -142,21 +148,16 @@ class Drafting:
         if count == 0:
             raise InvalidBatch("there is nothing to publish; a batch needs at least one event")
         if count > self._limits.max_batch_events:
-            raise InvalidBatch(
-                f"{count} events in one call are over the limit of {self._limits.max_batch_events}; "
-                "publish them in several calls",
-                count=count,
-            )
+            most, found = self._limits.max_batch_events, f"a batch of {count} events"
+            raise over_limit(InvalidBatch, "max_batch_events", most, found, "Publish it in parts")
 
     def _key(self, key: bytes | str) -> bytes:
         raw = key.encode() if isinstance(key, str) else key
         if not isinstance(raw, bytes):
             raise InvalidInput(f"a key is bytes or text, not {type(key).__name__}", key=repr(key))
         if len(raw) > self._limits.max_key_bytes:
-            raise InvalidInput(
-                f"a key of {len(raw)} bytes is over the limit of {self._limits.max_key_bytes}",
-                size_bytes=len(raw),
-            )
+            most, found = self._limits.max_key_bytes, f"a key of {len(raw)} bytes"
+            raise over_limit(InvalidInput, "max_key_bytes", most, found, "Shorten it")
         return raw
 
     def _check_headers(self, headers: Mapping[str, str]) -> None:
@@ -178,13 +179,13 @@ class Drafting:
                     f"header {name!r} holds half a character (a lone surrogate); headers are UTF-8",
                     header=repr(name),
                 ) from None
-        if len(headers) > self._limits.max_headers or size > self._limits.max_headers_bytes:
-            raise InvalidHeaders(
-                f"{len(headers)} headers of {size} bytes are over the limit of "
-                f"{self._limits.max_headers} and {self._limits.max_headers_bytes} bytes; put the rest "
-                "into the payload",
-                size_bytes=size,
-            )
+        for limit, value, found in (
+            ("max_headers", len(headers), f"an event with {len(headers)} headers"),
+            ("max_headers_bytes", size, f"an event with {size} bytes of headers"),
+        ):
+            if value > getattr(self._limits, limit):
+                most, advice = getattr(self._limits, limit), "Put the rest into the payload"
+                raise over_limit(InvalidHeaders, limit, most, found, advice)
 
     @staticmethod
     def _token(token: Any, idempotency_key: str | None) -> bytes:

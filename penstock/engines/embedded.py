@@ -121,6 +121,7 @@ class EmbeddedEngine:
     async def _start(self) -> None:
         found = self.recovered
         self.log, self.fold, self.state = found.log, found.fold, found.fold.state
+        self.state.schedule.delayed.max_scheduled = self.settings.limits.max_scheduled
         self.journal = Journal(
             self.disk, self.settings.journal, position=found.position, epoch=found.epoch + 1
         )

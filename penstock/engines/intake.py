@@ -101,6 +101,9 @@ class Intake:
                 "Store it elsewhere and publish a reference, or raise limits.max_payload_bytes",
                 size_bytes=largest,
                 limit_bytes=limit,
+                limit="max_payload_bytes",
+                setting="limits.max_payload_bytes",
+                value=limit,
             )
         if self._goes_aside(draft):
             await self._put_aside(draft)

@@ -182,6 +182,24 @@ class InvalidInput(PenstockError):
     code = "invalid"
 
 
+def over_limit(
+    kind: type[InvalidInput], name: str, value: int, found: str, advice: str
+) -> InvalidInput:
+    """The error for something larger than a setting of `limits` allows.
+
+    >>> over_limit(InvalidInput, "max_key_bytes", 8, "a key of 20 bytes", "Shorten it").data["setting"]
+    'limits.max_key_bytes'
+    """
+    setting = f"limits.{name}"
+    return kind(
+        f"{found} is over the limit ({setting} = {value}); nothing was stored. {advice}, or raise "
+        "the setting",
+        limit=name,
+        setting=setting,
+        value=value,
+    )
+
+
 class InvalidTopic(InvalidInput):
     """A topic name outside the grammar of docs/reference/topics.md."""
 

@@ -59,7 +59,7 @@ SECTIONS: dict[str, tuple[Family, ...]] = {
         _counter("penstock_commit_seconds_total", "Time spent writing and syncing commits."),
     ),
     "Refusals and failures": (
-        _counter("penstock_refused_publishes_total", "Publishes and replays that were refused, and the limit that was reached. `deferred` and `throttled` are back-pressure; `dropped` never fits.", "kind", "limit", "tenant"),
+        _counter("penstock_refused_publishes_total", "Publishes, replays and connections that were refused, and the limit that was reached. `deferred` and `throttled` are back-pressure; `dropped` never fits. Of a connection no tenant is known.", "kind", "limit", "tenant"),
         _counter("penstock_backpressure_total", "Times that deliveries to a client were stopped, and why: its `send-buffer` was full, or the `fan-out` had no room for a batch and left it out.", "reason"),
         _counter("penstock_fastpath_total", "Large payloads and frames whose work was `taken` off the broker's loop, or had `fallen-back` to it because all threads were busy.", "outcome"),
         _counter("penstock_failed_deliveries_total", "Deliveries that were `nacked`, `expired`, `returned` by a consumer that left, or `rejected`. All but the last are tried again until attempts run out: the retry rate.", "cause"),
