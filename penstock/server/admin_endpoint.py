@@ -50,8 +50,8 @@ class Surface:
     engine: EmbeddedEngine
     settings: Settings
     doorkeeper: Doorkeeper
-    ready: Callable[[], bool]
-    """Whether clients may come: false until started, and while draining."""
+    obstacles: Callable[[], list[str]]
+    """What keeps clients from publishing: starting and draining, a full disk, no open files."""
     ask: Answer | None = None
     """The broker's own way to ask the engine, where there is one."""
     refusals: LogQuota = field(default_factory=lambda: LogQuota(log))

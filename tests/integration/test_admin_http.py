@@ -73,7 +73,13 @@ class Site:
         self.engine = EmbeddedEngine(RealDisk(folder), settings)
         self.bus = Bus(self.engine, settings, Identity(), self.engine.capabilities)
         self.doorkeeper = Doorkeeper(settings.auth)
-        surface = Surface(self.engine, settings, self.doorkeeper, lambda: self.ready, self._ask)
+        surface = Surface(
+            self.engine,
+            settings,
+            self.doorkeeper,
+            lambda: [] if self.ready else ["draining"],
+            self._ask,
+        )
 
         async def extra(request: Request) -> PlainTextResponse:
             """Numbers for a scraper."""
@@ -574,7 +580,7 @@ async def test_health_and_readiness(guarded: Site) -> None:
         assert done(await client.get("/health")) == {"alive": True}
         assert done(await client.get("/ready")) == {"ready": True}
         guarded.ready = False
-        assert done(await client.get("/ready"), 503) == {"ready": False}
+        assert done(await client.get("/ready"), 503) == {"ready": False, "reasons": ["draining"]}
         assert done(await client.get("/health")) == {"alive": True}
         assert (await client.head("/health")).status_code == 200
 
