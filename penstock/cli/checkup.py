@@ -116,7 +116,7 @@ def needed_modules(settings: Settings) -> dict[str, str]:
     needed: dict[str, str] = {}
     if settings.server.http:
         needed |= dict.fromkeys(("prometheus_client", "starlette", "uvicorn"), "server.http")
-    if settings.auth.jwt_secret:
+    if settings.auth.jwt_secret or settings.auth.jwt_secret_file:
         needed["jwt"] = "auth.jwt_secret"
     if settings.telemetry.otlp_endpoint:
         needed |= dict.fromkeys(TRACING, "telemetry.otlp_endpoint")

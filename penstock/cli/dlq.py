@@ -51,7 +51,8 @@ def _actor(context: click.Context, option: click.Parameter, stated: str) -> str:
     A name that nobody proved says so: `local:` is what this machine claims.
     """
     invocation = context.ensure_object(Invocation)
-    known = is_broker(invocation.url) and invocation.settings().client.token
+    client = invocation.settings().client if is_broker(invocation.url) else None
+    known = client is not None and (client.token or client.token_file)
     return stated or ("" if known else f"local:{system_user()}")
 
 
