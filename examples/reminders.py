@@ -24,7 +24,7 @@ async def main(folder: str) -> None:
                 await event.ack()
                 seen.append(event.value())
                 print(event.value())
-        await bus.schedules.remove("stretch")
+        await bus.schedules.remove("stretch", confirm="REMOVE")
         assert seen[:2] == ["put the kettle on", "the tea is ready"]
 
 

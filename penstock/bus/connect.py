@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from penstock.bus.bus import Bus
+from penstock.engines.credential import Token
 from penstock.engines.dial import broker_engine
 from penstock.engines.embedded import EmbeddedEngine
 from penstock.engines.engine import Engine
@@ -36,6 +37,7 @@ def connect(
     *,
     settings: Settings | None = None,
     identity: Identity | None = None,
+    token: Token | None = None,
     **flags: Any,
 ) -> Bus:
     """A bus at a URL: `mem:`, the path of a folder (`?mode=ro` to only read it), or a broker.
@@ -45,6 +47,9 @@ def connect(
 
     Settings come from the file named by PENSTOCK_CONFIG, from the environment and from `flags`
     (`durability__fsync="never"`), unless `settings` gives all of them.
+
+    `token` is shown to a broker: a text, or a function that gives the newest one whenever a connection is
+    made. `client.token_file` does the same with a file.
 
     >>> connect("mem:", durability__fsync="never").settings.durability.fsync
     'never'
@@ -65,9 +70,11 @@ def connect(
     codecs.get(settings.media.codec)
     compressors.get(settings.media.compressor)
     scheme, path, options = _parse(_url(url))
+    if token is not None and scheme not in BROKER:
+        raise InvalidSettings("only a broker asks for a token; leave it out", key="token")
     engine: Engine
     if scheme in BROKER:
-        engine = broker_engine(scheme, path, settings, identity, options.get("client", ""))
+        engine = broker_engine(scheme, path, settings, identity, options.get("client", ""), token)
     elif scheme == "mem":
         engine = MemoryEngine(settings)
     elif options.get("mode") == "ro":

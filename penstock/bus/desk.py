@@ -15,7 +15,7 @@ from penstock.core.schedule import Definition, parse_every
 from penstock.core.state import DeadLetter
 from penstock.engines import request as ask
 from penstock.engines.deadletters import DeadLetterDetail, Outcome
-from penstock.engines.views import GroupInfo, TopicInfo
+from penstock.engines.views import Effect, GroupInfo, TopicInfo
 from penstock.log.auditseal import Manifest
 from penstock.model.codec import codecs
 from penstock.model.parameter import (
@@ -130,9 +130,13 @@ class Topics(Desk):
         )
         return found
 
-    async def delete(self, name: str) -> None:
-        """Remove a topic and its events; refused and audited when it is write-once."""
-        await self._bus.ask(ask.DeleteTopic(name, self._actor))
+    async def delete(self, name: str, *, confirm: str = "", dry_run: bool = False) -> Effect:
+        """Remove a topic and its events, with confirm="DELETE"; refused and audited when it is write-once.
+
+        `dry_run` changes nothing, needs no confirmation and returns what would go.
+        """
+        request = ask.DeleteTopic(name, self._actor, confirm, dry_run)
+        return await self._bus.ask(request)  # type: ignore[no-any-return]
 
 
 class Groups(Desk):
@@ -148,16 +152,30 @@ class Groups(Desk):
         found: GroupInfo = await self._bus.ask(ask.DescribeGroup(name))
         return found
 
-    async def reset(self, name: str, to: Moment, *, topic: str | None = None) -> GroupInfo:
-        """Read again from "earliest", "latest", an offset ("offset:42"), a time or how long ago ("2h")."""
+    async def reset(
+        self,
+        name: str,
+        to: Moment,
+        *,
+        topic: str | None = None,
+        confirm: str = "",
+        dry_run: bool = False,
+    ) -> GroupInfo:
+        """Move a group, with confirm="RESET", to "earliest", "latest", "offset:42", a time or how long ago ("2h").
+
+        `dry_run` changes nothing, needs no confirmation and returns the group as it would be.
+        """
         where = place("to", to, self._bus.wall_us())
         self._bus.need("group-reset")
-        found: GroupInfo = await self._bus.ask(ask.ResetGroup(name, where, topic, self._actor))
+        found: GroupInfo = await self._bus.ask(
+            ask.ResetGroup(name, where, topic, self._actor, confirm, dry_run)
+        )
         return found
 
-    async def delete(self, name: str) -> None:
-        """Forget a group and where it was."""
-        await self._bus.ask(ask.DeleteGroup(name, self._actor))
+    async def delete(self, name: str, *, confirm: str = "", dry_run: bool = False) -> Effect:
+        """Forget a group and where it was, with confirm="DELETE"; `dry_run` tells what would go."""
+        request = ask.DeleteGroup(name, self._actor, confirm, dry_run)
+        return await self._bus.ask(request)  # type: ignore[no-any-return]
 
 
 class DeadLetters(Desk):
@@ -193,13 +211,17 @@ class DeadLetters(Desk):
         target_consumer: str,
         target_topic: str,
         reason: str,
-        confirm: str,
+        confirm: str = "",
         actor: str = "",
+        dry_run: bool = False,
     ) -> Outcome:
-        """Give dead letters back to their consumer; restate the exact target, and confirm="REPLAY"."""
+        """Give dead letters back to their consumer; restate the exact target, and confirm="REPLAY".
+
+        `dry_run` changes nothing, needs no confirmation and returns what would become of each.
+        """
         self._bus.need("dead-letter-replay")
         found: Outcome = await self._bus.ask(
-            ask.ReplayDead(ids, target_consumer, target_topic, actor, reason, confirm)
+            ask.ReplayDead(ids, target_consumer, target_topic, actor, reason, confirm, dry_run)
         )
         return found
 
@@ -221,11 +243,20 @@ class DeadLetters(Desk):
         return found
 
     async def purge(
-        self, ids: Sequence[str], *, reason: str, confirm: str, actor: str = ""
+        self,
+        ids: Sequence[str],
+        *,
+        reason: str,
+        confirm: str = "",
+        actor: str = "",
+        dry_run: bool = False,
     ) -> Outcome:
-        """Take dead letters out of the view, with confirm="PURGE"; the log keeps the events."""
+        """Take dead letters out of the view, with confirm="PURGE"; the log keeps the events.
+
+        `dry_run` changes nothing, needs no confirmation and returns what would become of each.
+        """
         self._bus.need("dead-letter-replay")
-        found: Outcome = await self._bus.ask(ask.PurgeDead(ids, actor, reason, confirm))
+        found: Outcome = await self._bus.ask(ask.PurgeDead(ids, actor, reason, confirm, dry_run))
         return found
 
 
@@ -282,10 +313,13 @@ class Routes(Desk):
         self._bus.need("routes")
         await self._bus.ask(ask.PutRoute(route, self._actor))
 
-    async def remove(self, pattern: str, destination: str) -> None:
-        """Drop a route."""
+    async def remove(
+        self, pattern: str, destination: str, *, confirm: str = "", dry_run: bool = False
+    ) -> Effect:
+        """Drop a route, with confirm="REMOVE"; `dry_run` tells which topics it would no longer lead."""
         self._bus.need("routes")
-        await self._bus.ask(ask.RemoveRoute(pattern, destination, self._actor))
+        request = ask.RemoveRoute(pattern, destination, self._actor, confirm, dry_run)
+        return await self._bus.ask(request)  # type: ignore[no-any-return]
 
     async def enable(self, pattern: str, destination: str) -> None:
         """Let a route work."""
@@ -347,10 +381,11 @@ class Schedules(Desk):
         )
         return found
 
-    async def remove(self, id: str) -> None:
-        """Stop publishing a recurring event."""
+    async def remove(self, id: str, *, confirm: str = "", dry_run: bool = False) -> Effect:
+        """Stop publishing a recurring event, with confirm="REMOVE"; `dry_run` tells what would end."""
         self._bus.need("schedules")
-        await self._bus.ask(ask.RemoveSchedule(id, self._actor))
+        found: Effect = await self._bus.ask(ask.RemoveSchedule(id, self._actor, confirm, dry_run))
+        return found
 
 
 def _with_truths(record: AuditRecord) -> AuditRecord:

@@ -13,7 +13,13 @@ import numpy as np
 from penstock.engines.engine import Draft
 from penstock.model.arrow import batch_of_columns
 from penstock.model.codec import codecs, encode_many
-from penstock.model.errors import InvalidBatch, InvalidHeaders, InvalidInput, InvalidSchedule
+from penstock.model.errors import (
+    InvalidBatch,
+    InvalidHeaders,
+    InvalidInput,
+    InvalidSchedule,
+    over_limit,
+)
 from penstock.model.event import Identity
 from penstock.model.parameter import (
     MAX_ITEMS,
@@ -190,11 +196,8 @@ class Drafting:
         if count == 0:
             raise InvalidBatch("there is nothing to publish; a batch needs at least one event")
         if count > self._limits.max_batch_events:
-            raise InvalidBatch(
-                f"{count} events in one call are over the limit of {self._limits.max_batch_events}; "
-                "publish them in several calls",
-                count=count,
-            )
+            most, found = self._limits.max_batch_events, f"a batch of {count} events"
+            raise over_limit(InvalidBatch, "max_batch_events", most, found, "Publish it in parts")
 
     def _keys(self, keys: Sequence[Key]) -> Sequence[bytes | None]:
         plain = set(map(type, keys)) == {bytes}
@@ -210,11 +213,8 @@ class Drafting:
         else:
             raise refused(parameter, "bytes, or text that UTF-8 can hold", key)
         if len(raw) > self._limits.max_key_bytes:
-            raise InvalidInput(
-                f"a key of {len(raw)} bytes is over the limit of {self._limits.max_key_bytes}",
-                parameter=parameter,
-                size_bytes=len(raw),
-            )
+            most, found = self._limits.max_key_bytes, f"a key of {len(raw)} bytes"
+            raise over_limit(InvalidInput, "max_key_bytes", most, found, "Shorten it")
         return raw
 
     def _check_headers(self, headers: Mapping[str, str]) -> None:
@@ -230,13 +230,13 @@ class Drafting:
                     InvalidHeaders,
                 )  # fmt: skip
             size += len(name.encode()) + len(each.encode())
-        if len(headers) > self._limits.max_headers or size > self._limits.max_headers_bytes:
-            raise InvalidHeaders(
-                f"{len(headers)} headers of {size} bytes are over the limit of "
-                f"{self._limits.max_headers} and {self._limits.max_headers_bytes} bytes; put the rest "
-                "into the payload",
-                size_bytes=size,
-            )
+        for limit, value, found in (
+            ("max_headers", len(headers), f"an event with {len(headers)} headers"),
+            ("max_headers_bytes", size, f"an event with {size} bytes of headers"),
+        ):
+            if value > getattr(self._limits, limit):
+                most, advice = getattr(self._limits, limit), "Put the rest into the payload"
+                raise over_limit(InvalidHeaders, limit, most, found, advice)
 
 
 def key_token(parameter: str, key: Any) -> bytes:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 REQUIRED = ("click", "cryptography", "msgspec", "numpy", "pyarrow", "pyzmq", "rich")
 JUMP_SLACK_US = 100_000  # reading two clocks takes microseconds; a step of NTP is larger than this
 PLAUSIBLE_US = 1_735_689_600_000_000  # 2025: a clock before it was never set
-OWN_DESCRIPTORS = 256  # journal, segments kept open, listeners, libraries; the rest is for clients
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -119,7 +118,7 @@ def needed_modules(settings: Settings) -> dict[str, str]:
     needed: dict[str, str] = {}
     if settings.server.http:
         needed |= dict.fromkeys(("prometheus_client", "starlette", "uvicorn"), "server.http")
-    if settings.auth.jwt_secret:
+    if settings.auth.jwt_secret or settings.auth.jwt_secret_file:
         needed["jwt"] = "auth.jwt_secret"
     if settings.telemetry.otlp_endpoint:
         needed |= dict.fromkeys(TRACING, "telemetry.otlp_endpoint")
@@ -162,19 +161,21 @@ def check_config(invocation: Invocation) -> Iterator[Check]:
         yield Check("config", "ok", f"valid; file: {invocation.config or 'none'}")
 
 
-def descriptors_wanted(settings: Settings) -> int:
-    """Open files a broker needs when all its clients are there."""
-    return settings.server.max_connections + OWN_DESCRIPTORS
-
-
 def check_descriptors(settings: Settings) -> Check:
     """Whether the broker may open as many files as it may have clients; it raises its soft limit itself."""
+    from penstock.server import descriptors
+
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = descriptors_wanted(settings)
+    wanted = descriptors.wanted(settings)
+    advice = (
+        f"set LimitNOFILE={wanted} (systemd) or ulimit -n {wanted}, or lower server.max_connections"
+    )
     ceiling = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
     found = f"limit {soft}, may be raised to {ceiling}; {settings.server.max_connections} clients need {wanted}"
+    if not descriptors.room_for_clients(hard):
+        return Check("open files", "fail", f"{found}; none are left for clients", advice, "rejected.deferred")  # fmt: skip
     if hard != resource.RLIM_INFINITY and hard < wanted:
-        return Check("open files", "warn", found, f"set LimitNOFILE={wanted} (systemd) or ulimit -n {wanted}, or lower server.max_connections")  # fmt: skip
+        return Check("open files", "warn", found, advice)
     return Check("open files", "ok", found)
 
 

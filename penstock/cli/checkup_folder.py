@@ -103,7 +103,7 @@ def check_space(folder: Path, settings: Settings) -> Check:
     found = f"{usage.free / 2**30:.1f} GiB free of {usage.total / 2**30:.1f} GiB"
     needed = settings.journal.file_bytes + settings.journal.reserve_bytes
     if usage.free < needed:
-        return Check("space", "fail", found, f"a journal file needs {show(settings.journal.file_bytes, 'bytes')}: make room, or lower retention or journal.file_bytes")  # fmt: skip
+        return Check("space", "fail", found, f"a journal file needs {show(settings.journal.file_bytes, 'bytes')}: make room, or lower retention or journal.file_bytes", "rejected.disk-full")  # fmt: skip
     if files.f_files and files.f_favail < LOW_FILES:
         return Check("space", "warn", f"{found}; room for {files.f_favail} more files", "remove small files from this device: it has run out of inodes, not of bytes")  # fmt: skip
     if usage.free < usage.total * LOW_SPACE:

@@ -125,7 +125,8 @@ def check_access(settings: Settings) -> Iterator[Check]:
     from penstock.server.auth import Doorkeeper, check_listen, is_loopback
 
     auth, server = settings.auth, settings.server
-    asks = Doorkeeper(auth).asks
+    door = Doorkeeper(auth)
+    asks = door.asks
     found = addresses(server)
     for name, address in found.items():
         check_listen(str(address), auth, f"server.{name}")
@@ -138,8 +139,9 @@ def check_access(settings: Settings) -> Iterator[Check]:
         )
     reached = f"reachable from other machines: {', '.join(open_to) or 'nothing'}"
     yield Check("access", "ok", f"{reached}; a token is {'needed' if asks else 'not needed'}")
-    if auth.admin_token and len(auth.admin_token) < LEAST_TOKEN_CHARS:
-        yield Check("access", "warn", f"auth.admin_token has {len(auth.admin_token)} characters", f"use {LEAST_TOKEN_CHARS} or more, by chance: openssl rand -hex 32")  # fmt: skip
+    shortest = min(map(len, door.keys.admin_tokens), default=LEAST_TOKEN_CHARS)
+    if shortest < LEAST_TOKEN_CHARS:
+        yield Check("access", "warn", f"auth.admin_token has {shortest} characters", f"use {LEAST_TOKEN_CHARS} or more, by chance: openssl rand -hex 32")  # fmt: skip
     plain = [name for name in open_to if name in ("tcp", "http") and not server.tls_certificate]
     plain += [name for name in open_to if name == "zmq" and not server.curve_secret_key]
     if plain:

@@ -15,14 +15,14 @@ import click
 
 from penstock.cli import exits, output
 from penstock.cli.complete import complete_group, complete_topic
-from penstock.cli.confirm import confirm_option
+from penstock.cli.confirm import confirm_options, destroy
 from penstock.cli.invocation import Invocation, Noun, is_broker
 from penstock.cli.paging import page_options
 from penstock.cli.view import key_text, payload_fields
 from penstock.cli.visit import change, look
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     import penstock
 
@@ -51,7 +51,8 @@ def _actor(context: click.Context, option: click.Parameter, stated: str) -> str:
     A name that nobody proved says so: `local:` is what this machine claims.
     """
     invocation = context.ensure_object(Invocation)
-    known = is_broker(invocation.url) and invocation.settings().client.token
+    client = invocation.settings().client if is_broker(invocation.url) else None
+    known = client is not None and (client.token or client.token_file)
     return stated or ("" if known else f"local:{system_user()}")
 
 
@@ -129,15 +130,18 @@ def inspect(invocation: Invocation, letter_id: str) -> None:
 @click.option("--target-consumer", required=True, help="The consumer group they died in, restated.")
 @click.option("--target-topic", required=True, help="The topic they came from, restated.")
 @_audited
-@confirm_option("REPLAY")
+@confirm_options("REPLAY")
 @click.pass_obj
-def replay(invocation: Invocation, /, ids: list[str], **how: Any) -> None:
+def replay(
+    invocation: Invocation, /, ids: list[str], confirm: str, dry_run: bool, **how: Any
+) -> None:
     """Deliver dead letters again, to the consumer they died in."""
 
-    async def work(bus: penstock.Bus) -> Any:
-        return await bus.dead_letters.replay(ids, **how)
+    async def work(bus: penstock.Bus, confirm: str, dry_run: bool) -> Any:
+        outcome = await bus.dead_letters.replay(ids, confirm=confirm, dry_run=dry_run, **how)
+        return "possible" if dry_run else "replayed", outcome
 
-    _report(invocation, "replayed", ids, change(invocation, work))
+    _change(invocation, "REPLAY", confirm, dry_run, f"delivers {len(ids)} dead letters again", ids, work)  # fmt: skip
 
 
 @command.command("dead-letter")
@@ -170,19 +174,34 @@ def dead_letter(
 @command.command("purge")
 @_ids_option()
 @_audited
-@confirm_option("PURGE")
+@confirm_options("PURGE")
 @click.pass_obj
-def purge(invocation: Invocation, /, ids: list[str], **how: Any) -> None:
+def purge(
+    invocation: Invocation, /, ids: list[str], confirm: str, dry_run: bool, **how: Any
+) -> None:
     """Remove dead letters from the dead-letter view; the log keeps its events."""
 
-    async def work(bus: penstock.Bus) -> Any:
-        return await bus.dead_letters.purge(ids, **how)
+    async def work(bus: penstock.Bus, confirm: str, dry_run: bool) -> Any:
+        outcome = await bus.dead_letters.purge(ids, confirm=confirm, dry_run=dry_run, **how)
+        return "possible" if dry_run else "purged", outcome
 
-    _report(invocation, "purged", ids, change(invocation, work))
+    _change(invocation, "PURGE", confirm, dry_run, f"purges {len(ids)} dead letters", ids, work)
 
 
-def _report(invocation: Invocation, done: str, ids: list[str], outcome: Any) -> None:
-    """One result for each record, then the counts; ends with 1 when any failed."""
+def _change(invocation: Invocation, word: str, confirm: str, dry_run: bool, what: str, ids: list[str], work: Callable[[penstock.Bus, str, bool], Awaitable[tuple[str, Any]]]) -> None:  # fmt: skip
+    failed = False
+
+    def show(found: tuple[str, Any]) -> None:
+        nonlocal failed
+        failed = _report(invocation, found[0], ids, found[1])
+
+    destroy(invocation, word, confirm, dry_run, what, work, show)
+    if failed:
+        raise click.exceptions.Exit(exits.FAILED)
+
+
+def _report(invocation: Invocation, done: str, ids: list[str], outcome: Any) -> bool:
+    """One result for each record, then the counts; returns whether any failed."""
     failures = {each["id"]: each for each in output.plain(outcome.failures)}
     results = [
         {"id": name, "result": "failed" if name in failures else done}
@@ -195,5 +214,4 @@ def _report(invocation: Invocation, done: str, ids: list[str], outcome: Any) -> 
     else:
         output.show_rows(invocation, results, ["id", "result", "code", "message"])
         output.print_text(f"{outcome.done} of {outcome.requested} {done}, {len(failures)} failed")
-    if failures:
-        raise click.exceptions.Exit(exits.FAILED)
+    return bool(failures)

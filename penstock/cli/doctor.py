@@ -192,10 +192,10 @@ def _repair(invocation: Invocation, confirm: str) -> None:
     import time
 
     from penstock.cli.checkup_folder import check_free
-    from penstock.cli.confirm import require
     from penstock.log.disk import RealDisk
     from penstock.log.repair import repair, unreadable_entries
     from penstock.log.unreadable import SET_ASIDE
+    from penstock.model.errors import ConfirmationNeeded
 
     folder = folder_of(invocation.url)
     if folder is None:
@@ -210,7 +210,12 @@ def _repair(invocation: Invocation, confirm: str) -> None:
         return
     if not confirm and sys.stdin.isatty() and not invocation.json:
         confirm = click.prompt(f"Type {REPAIR} to set aside {len(found)} entries", default="", show_default=False)  # fmt: skip
-    require(REPAIR, confirm, f"sets aside {len(found)} entries of the journal")
+    if confirm != REPAIR:
+        raise ConfirmationNeeded(
+            f"this sets aside {len(found)} entries of the journal. Nothing was changed; repeat with "
+            f"--confirm {REPAIR}",
+            confirm=REPAIR,
+        )
     done = repair(disk, settings, actor=getpass.getuser(), at_us=time.time_ns() // 1_000, entropy=os.urandom(32))  # fmt: skip
     output.note(f"{len(done)} entries are set aside, and kept in {folder / SET_ASIDE}")
 

@@ -8,9 +8,9 @@ import click
 
 from penstock.cli import output
 from penstock.cli.complete import complete_group, complete_topic
-from penstock.cli.confirm import confirm_option, require
+from penstock.cli.confirm import confirm_options, destroy, show_effect
 from penstock.cli.invocation import Invocation, Noun
-from penstock.cli.visit import change, look
+from penstock.cli.visit import look
 from penstock.cli.when import POSITION
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def list_(invocation: Invocation) -> None:
     rows = [output.plain(group) for group in look(invocation, work)]
     if not invocation.json:
         rows = [row | {"members": _count(row.get("members"))} for row in rows]
-    output.show_rows(invocation, rows, ["name", "mode", "patterns", "members", "lag"])
+    output.show_rows(invocation, rows, ["name", "mode", "patterns", "members", "lag", "lost"])
 
 
 def _count(members: Any) -> Any:
@@ -52,8 +52,8 @@ def info(invocation: Invocation, name: str) -> None:
     _show(invocation, look(invocation, work))
 
 
-def _show(invocation: Invocation, found: Any) -> None:
-    record = output.plain(found)
+def _show(invocation: Invocation, found: Any, **more: Any) -> None:
+    record = output.plain(found) | more
     if invocation.json:
         output.print_json(record)
         return
@@ -67,27 +67,36 @@ def _show(invocation: Invocation, found: Any) -> None:
 @click.argument("name", shell_complete=complete_group)
 @click.option("--to", "position", type=POSITION, required=True, help="earliest, latest, offset:42, a time or 2h ago.")  # fmt: skip
 @click.option("--topic", shell_complete=complete_topic, help="Only in this topic.")
+@confirm_options("RESET")
 @click.pass_obj
-def reset(invocation: Invocation, name: str, position: Any, topic: str | None) -> None:
-    """Move a group to another place; it goes on from there."""
+def reset(invocation: Invocation, name: str, position: Any, topic: str | None, confirm: str, dry_run: bool) -> None:  # fmt: skip
+    """Move a group to another place; it goes on from there.
 
-    async def work(bus: penstock.Bus) -> Any:
-        await bus.groups.reset(name, position, topic=topic)
-        return await bus.groups.info(name)
+    With --dry-run, and before it asks, it shows where the group would be, and the lag it has now.
+    """
 
-    _show(invocation, change(invocation, work))
+    async def work(bus: penstock.Bus, confirm: str, dry_run: bool) -> tuple[Any, Any]:
+        before = await bus.groups.info(name)
+        how: dict[str, Any] = {"topic": topic, "confirm": confirm, "dry_run": dry_run}
+        return before, await bus.groups.reset(name, position, **how)
+
+    def show(found: tuple[Any, Any]) -> None:
+        before, after = found
+        _show(invocation, after, lag_before=before.lag)
+
+    what = f"moves the group {name}: events are delivered again, or never"
+    destroy(invocation, "RESET", confirm, dry_run, what, work, show)
 
 
 @command.command("delete")
 @click.argument("name", shell_complete=complete_group)
-@confirm_option("DELETE")
+@confirm_options("DELETE")
 @click.pass_obj
-def delete(invocation: Invocation, name: str, confirm: str) -> None:
+def delete(invocation: Invocation, name: str, confirm: str, dry_run: bool) -> None:
     """Delete a group: its place is forgotten, the events stay."""
-    require("DELETE", confirm, f"makes the group {name} forget its place")
 
-    async def work(bus: penstock.Bus) -> None:
-        await bus.groups.delete(name)
+    async def work(bus: penstock.Bus, confirm: str, dry_run: bool) -> Any:
+        return await bus.groups.delete(name, confirm=confirm, dry_run=dry_run)
 
-    change(invocation, work)
-    output.show_record(invocation, {"deleted": name})
+    what = f"makes the group {name} forget its place"
+    destroy(invocation, "DELETE", confirm, dry_run, what, work, show_effect(invocation, "deleted"))

@@ -27,10 +27,10 @@ def steps(folder: Path, settings: Settings) -> Iterator[Step]:
     """The checks in order: what does not depend on the moment first. Nothing is changed by them."""
     yield "needed extras", partial(check_needed, settings)
     yield from settings_steps(settings)
-    yield "open files", partial(check_descriptors, settings)
     yield "folder", partial(checkup_folder.check_place, folder)
     yield "format", partial(checkup_folder.check_format, folder, may_be_new=True)
     yield "space", partial(_check_space, folder, settings)
+    yield "open files", partial(check_descriptors, settings)
     yield "lock", partial(checkup_folder.check_free, folder)
     with contextlib.suppress(InvalidSettings):  # the check of the addresses has said so
         for name, address in addresses(settings.server).items():
@@ -46,18 +46,23 @@ def settings_steps(settings: Settings) -> Iterator[Step]:
 
 
 def _check_space(folder: Path, settings: Settings) -> Check:
-    """A full disk does not keep a broker from starting: what is there can be read."""
     place = next(each for each in (folder, *folder.absolute().parents) if each.exists())
-    found = checkup_folder.check_space(place, settings)
-    return found if found.status == "ok" else msgspec.structs.replace(found, status="warn")
+    return checkup_folder.check_space(place, settings)
+
+
+READABLE = frozenset({"space", "open files"})
+"""Checks that do not keep a broker from starting: what is there can be read, and `/ready` says the rest."""
 
 
 def require(folder: Path, settings: Settings) -> list[Check]:
     """Raise the error of the first check that fails; returns the warnings of the others."""
     found: list[Check] = []
-    for _, step in steps(folder, settings):
+    for name, step in steps(folder, settings):
         result = step()
-        found += [result] if isinstance(result, Check) else result
+        checks = [result] if isinstance(result, Check) else list(result)
+        if name in READABLE:
+            checks = [msgspec.structs.replace(each, status="warn") if each.status == "fail" else each for each in checks]  # fmt: skip
+        found += checks
     return [check for check in found if check.status == "warn"]
 
 

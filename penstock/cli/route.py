@@ -8,6 +8,7 @@ import click
 
 from penstock.cli import output
 from penstock.cli.complete import complete_topic
+from penstock.cli.confirm import confirm_options, destroy, show_effect
 from penstock.cli.invocation import Invocation, Noun
 from penstock.cli.visit import change, look
 
@@ -85,7 +86,23 @@ def _pair(verb: str, done: str, help: str) -> None:
         output.show_record(invocation, {done: pattern, "destination": destination})
 
 
-_pair("remove", "removed", "Remove a route.")
+@command.command("remove")
+@click.argument("pattern")
+@click.argument("destination")
+@confirm_options("REMOVE")
+@click.pass_obj
+def remove(
+    invocation: Invocation, pattern: str, destination: str, confirm: str, dry_run: bool
+) -> None:
+    """Remove a route."""
+
+    async def work(bus: penstock.Bus, confirm: str, dry_run: bool) -> Any:
+        return await bus.routes.remove(pattern, destination, confirm=confirm, dry_run=dry_run)
+
+    what = f"removes the route from {pattern} to {destination}"
+    destroy(invocation, "REMOVE", confirm, dry_run, what, work, show_effect(invocation, "removed"))
+
+
 _pair("enable", "enabled", "Use a route again.")
 _pair("disable", "disabled", "Keep a route without using it.")
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock.cli import output
+from penstock.cli.confirm import confirm_options, destroy, show_effect
 from penstock.cli.invocation import Invocation, Noun
 from penstock.cli.visit import change, look
 
@@ -75,12 +76,13 @@ def add(invocation: Invocation, schedule_id: str, topic: str, value: str, cron: 
 
 @command.command("remove")
 @click.argument("schedule_id", metavar="ID")
+@confirm_options("REMOVE")
 @click.pass_obj
-def remove(invocation: Invocation, schedule_id: str) -> None:
+def remove(invocation: Invocation, schedule_id: str, confirm: str, dry_run: bool) -> None:
     """Remove a recurring event."""
 
-    async def work(bus: penstock.Bus) -> None:
-        await bus.schedules.remove(schedule_id)
+    async def work(bus: penstock.Bus, confirm: str, dry_run: bool) -> Any:
+        return await bus.schedules.remove(schedule_id, confirm=confirm, dry_run=dry_run)
 
-    change(invocation, work)
-    output.show_record(invocation, {"removed": schedule_id})
+    what = f"removes the recurring event {schedule_id}, and what it publishes with it"
+    destroy(invocation, "REMOVE", confirm, dry_run, what, work, show_effect(invocation, "removed"))

@@ -7,15 +7,14 @@ import contextlib
 import gc
 import logging
 import os
-import resource
 import signal
 import socket
 import time
 from typing import TYPE_CHECKING, NoReturn
 
 from penstock.cli import exits
-from penstock.cli.checkup import descriptors_wanted
 from penstock.model.errors import PenstockError
+from penstock.server.descriptors import raise_limit
 from penstock.server.ports import (
     Listening,
     clear_stale_ports,
@@ -73,7 +72,7 @@ class Serving:
 
         began = time.monotonic()
         log.info("starting", extra={"folder": str(self._folder), "pid": os.getpid()})
-        raise_descriptor_limit(self._settings)
+        raise_limit(self._settings)
         clear_stale_ports(self._folder)
         daemon = Daemon(self._folder, self._settings)
         with self._signals():
@@ -132,7 +131,9 @@ class Serving:
 
     async def _wait(self, daemon: Daemon) -> PenstockError | None:
         """Until a signal comes, or the engine cannot write any more; returns that error."""
-        self._reloader = Reloader(daemon.engine.admission, self._settings, self._load, self._config)
+        self._reloader = Reloader(
+            daemon.engine.admission, self._settings, self._load, self._config, daemon.doorkeeper
+        )
         watching = asyncio.ensure_future(self._reloader.watch())
         try:
             while not self._stopping.is_set():
@@ -199,15 +200,6 @@ class Serving:
         remove_ports(self._folder)
         self._output.close()
         os._exit(code)
-
-
-def raise_descriptor_limit(settings: Settings) -> None:
-    """Take as many open files as all clients together may need, as far as the system allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = descriptors_wanted(settings)
-    wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def notify(state: str) -> None:

@@ -8,7 +8,7 @@ import click
 
 from penstock.cli import output
 from penstock.cli.complete import complete_topic
-from penstock.cli.confirm import confirm_option, require
+from penstock.cli.confirm import confirm_options, destroy, show_effect
 from penstock.cli.invocation import Invocation, Noun
 from penstock.cli.visit import change, look
 from penstock.cli.when import DURATION, SIZE
@@ -128,14 +128,13 @@ def configure(invocation: Invocation, /, name: str, **options: Any) -> None:
 
 @command.command("delete")
 @click.argument("name", shell_complete=complete_topic)
-@confirm_option("DELETE")
+@confirm_options("DELETE")
 @click.pass_obj
-def delete(invocation: Invocation, name: str, confirm: str) -> None:
+def delete(invocation: Invocation, name: str, confirm: str, dry_run: bool) -> None:
     """Delete a topic and its events; refused inside write-once retention."""
-    require("DELETE", confirm, f"deletes the topic {name} and every event in it")
 
-    async def work(bus: penstock.Bus) -> None:
-        await bus.topics.delete(name)
+    async def work(bus: penstock.Bus, confirm: str, dry_run: bool) -> Any:
+        return await bus.topics.delete(name, confirm=confirm, dry_run=dry_run)
 
-    change(invocation, work)
-    output.show_record(invocation, {"deleted": name})
+    what = f"deletes the topic {name} and every event in it"
+    destroy(invocation, "DELETE", confirm, dry_run, what, work, show_effect(invocation, "deleted"))

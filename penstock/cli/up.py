@@ -46,7 +46,8 @@ def command(
     The first SIGTERM or Ctrl-C lets clients finish, and ends with 0; a second one stops at once,
     with 143 or 130. Nothing that was acknowledged is lost either way.
 
-    --check lists what would keep the broker from starting, and ends as the broker would.
+    --check lists what would keep the broker from starting or clients from publishing, such as a disk
+    without room for a journal file, and ends as the broker would.
     """  # fmt: skip
     invocation.sets += [f"server.{name}={text}" for name, text in listen.items() if text is not None]  # fmt: skip
     folder = _folder(invocation, place)
@@ -86,7 +87,9 @@ def _check(invocation: Invocation, folder: Path) -> None:
     output.show_rows(invocation, rows, ["name", "status", "found", "advice"])
     failed = [check for check in checks if check.status == "fail"]
     if not invocation.json:
-        output.note(f"{len(failed)} problems" if failed else "the broker can start")
+        output.note(
+            f"{len(failed)} problems" if failed else "the broker can start, and take publishes"
+        )
     if failed:
         raise click.exceptions.Exit(exits.exit_code(failed[0].code))
 

@@ -54,11 +54,7 @@ _ERRORS: dict[str, type[Rejected]] = {
     "throttled": Throttled,
     "dropped": Dropped,
 }
-_ADVICE = {
-    "deferred": "publish the batch again after {:.3g} s",
-    "throttled": "publish the batch again after {:.3g} s",
-    "dropped": "send smaller batches or raise the limit",
-}
+_RATES = ("events_per_s", "bytes_per_s")
 
 
 class Waiting(NamedTuple):
@@ -83,34 +79,87 @@ class Incoming(NamedTuple):
     stored_bytes: int | None = None
 
 
+class Refusal(NamedTuple):
+    """Which limit a batch reached, and when or how it would fit."""
+
+    kind: Kind
+    limit: str
+    value: float
+    """What the setting of the limit says."""
+    retry_after_s: float = 0.0
+    most: int | None = None
+    """The most that the limit ever admits at once, where trying again may not help."""
+    most_events: int | None = None
+    most_bytes: int | None = None
+    """What the rates of the tenant admit at once: a larger batch is not throttled, but never fits."""
+
+
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to one batch or replay; compare it with ADMITTED by identity."""
 
     kind: Kind
-    limit: str = ""
     tenant: str = ""
     topic: str = ""
-    retry_after_s: float = 0.0
+    refusal: Refusal | None = None
+
+    @property
+    def limit(self) -> str:
+        """The limit that was reached."""
+        return "" if self.refusal is None else self.refusal.limit
+
+    @property
+    def retry_after_s(self) -> float:
+        """When to try again; 0 when that cannot help."""
+        return 0.0 if self.refusal is None else self.refusal.retry_after_s
 
     def error(self) -> Rejected:
-        """The error to raise for a refusal.
+        """The error to raise for a refusal: which limit, its setting, and what to do.
 
-        >>> Decision(kind="deferred", limit="max_ingress", retry_after_s=0.005).error().code
-        'rejected.deferred'
+        >>> refusal = Refusal("deferred", "max_ingress", 10, 0.005)
+        >>> error = Decision(kind="deferred", tenant="acme", refusal=refusal).error()
+        >>> error.code, error.data["setting"]
+        ('rejected.deferred', 'admission.tenants.acme.max_ingress')
         """
-        replay = self.limit == "replays_per_minute"
-        what = "replay" if replay else f"batch for {self.topic!r}"
-        advice = _ADVICE[self.kind].format(self.retry_after_s)
-        if replay:
-            advice = advice.replace("publish the batch", "replay")
-        return (ReplayLimited if replay else _ERRORS[self.kind])(
-            f"{what} of tenant {self.tenant!r} was {self.kind}: {self.limit} is reached; "
-            f"nothing was stored; {advice}",
-            limit=self.limit,
+        assert self.refusal is not None, "an admitted batch has no error"
+        kind, limit, value, retry_after_s, most, *_ = self.refusal
+        replay = limit == "replays_per_minute"
+        what = "a replay" if replay else f"a batch for {self.topic!r}"
+        setting = setting_of(limit, self.tenant)
+        again = "replay" if replay else "publish"
+        if kind == "dropped":
+            unit = "bytes" if limit.startswith(("bytes", "storage")) else "events"
+            at_once = f"{again} at most {most} {unit} at once" if most else f"do not {again}"
+            why = f"it can never fit into {limit}"
+            advice = f"{at_once}, or raise the setting"
+        else:
+            why = f"{limit} is reached"
+            advice = f"{again} again after {retry_after_s:.3g} s, or raise the setting"
+        more = {
+            name: number
+            for name in ("most", "most_events", "most_bytes")
+            if (number := getattr(self.refusal, name)) is not None
+        }
+        return (ReplayLimited if replay else _ERRORS[kind])(
+            f"{what} of tenant {self.tenant!r} was {kind}: {why} ({setting} = {value:.15g}); nothing "
+            f"was stored; {advice}",
+            limit=limit,
+            setting=setting,
+            value=value,
             tenant=self.tenant,
             topic=self.topic,
-            retry_after_s=self.retry_after_s,
+            retry_after_s=retry_after_s,
+            **more,
         )
+
+
+def setting_of(limit: str, tenant: str) -> str:
+    """The setting that a limit stands in: a tenant's own table, or the one of everyone.
+
+    >>> setting_of("storage_bytes", "acme"), setting_of("max_global_ingress", "acme")
+    ('admission.tenants.acme.storage_bytes', 'admission.max_global_ingress')
+    """
+    own = limit in TenantLimits.__struct_fields__
+    return f"admission.tenants.{tenant}.{limit}" if own else f"admission.{limit}"
 
 
 ADMITTED = Decision(kind="admitted")
@@ -225,7 +274,7 @@ class Admission:
         if refusal is None and state.metered:
             refusal = _metered(state, events, size_bytes, stored_bytes, now_s)
         if refusal is not None:
-            return _refused(tenant, topic, *refusal)
+            return _refused(tenant, topic, refusal)
         self._take(state, events, stored_bytes)
         return ADMITTED
 
@@ -246,7 +295,7 @@ class Admission:
             refusal = refusal or self._full(state, total[0], whole=True)
             refusal = refusal or _metered(state, *total, now_s, take=False)
             if refusal is not None:
-                return _refused(tenant, topic, *refusal)
+                return _refused(tenant, topic, refusal)
         for tenant, total in totals.items():
             _metered(self._tenant(tenant), *total, now_s)
             self._take(self._tenant(tenant), total[0], total[2])
@@ -265,7 +314,7 @@ class Admission:
         if state is None or not state.metered:
             return ADMITTED
         refusal = _metered(state, events, 0, 0, now_s, take=False)
-        return ADMITTED if refusal is None else _refused(tenant, topic, *refusal)
+        return ADMITTED if refusal is None else _refused(tenant, topic, refusal)
 
     def ahead(self, tenant: str, now_s: float) -> bool:
         """Whether a tenant has lately used more than its rates."""
@@ -283,11 +332,12 @@ class Admission:
         bucket = state.by_replays
         if bucket is None:
             return ADMITTED
+        name, allowed = "replays_per_minute", state.limits.replays_per_minute or 0.0
         wait_s = bucket.wait_s(1, now_s)
         if wait_s is None:
-            return _refused(tenant, "", "dropped", "replays_per_minute", 0.0)
+            return _refused(tenant, "", Refusal("dropped", name, allowed))
         if wait_s > 0:
-            return _refused(tenant, "", "throttled", "replays_per_minute", wait_s)
+            return _refused(tenant, "", Refusal("throttled", name, allowed, wait_s))
         bucket.take(1)
         return ADMITTED
 
@@ -309,9 +359,7 @@ class Admission:
         """Stored bytes and events on their way to the disk, by tenant."""
         return {name: (each.stored_bytes, each.ingress) for name, each in self._tenants.items()}
 
-    def _full(
-        self, state: _Tenant, events: int, *, whole: bool = False
-    ) -> tuple[Kind, str, float] | None:
+    def _full(self, state: _Tenant, events: int, *, whole: bool = False) -> Refusal | None:
         limits, own = self.limits, state.limits
         cap = own.max_ingress
         if cap is not None and state.ingress + events > cap:
@@ -327,9 +375,7 @@ class Admission:
                 return _over(events, cap, "max_global_ingress", INGRESS_RETRY_S)
         return None
 
-    def _behind(
-        self, state: _Tenant, events: int, waiting: Waiting
-    ) -> tuple[Kind, str, float] | None:
+    def _behind(self, state: _Tenant, events: int, waiting: Waiting) -> Refusal | None:
         limits, own = self.limits, state.limits.max_queued
         caps: tuple[tuple[str, int | None, int], ...] = (
             ("max_per_topic_queue", limits.max_per_topic_queue, waiting.of_topic),
@@ -340,7 +386,7 @@ class Admission:
         for name, cap, queued in caps:
             # What is larger than the queue goes when the queue is empty, or it never would.
             if cap is not None and queued and queued + events > cap:
-                return "deferred", name, QUEUE_RETRY_S
+                return Refusal("deferred", name, cap, QUEUE_RETRY_S)
         return None
 
     def _tenant(self, name: str) -> _Tenant:
@@ -360,32 +406,33 @@ class Admission:
         return self._tenant(name)
 
 
-def _refused(tenant: str, topic: str, kind: Kind, limit: str, retry_after_s: float) -> Decision:
-    return Decision(kind=kind, limit=limit, tenant=tenant, topic=topic, retry_after_s=retry_after_s)
+def _refused(tenant: str, topic: str, refusal: Refusal) -> Decision:
+    return Decision(kind=refusal.kind, tenant=tenant, topic=topic, refusal=refusal)
 
 
 def _metered(
     state: _Tenant, events: int, size_bytes: int, stored: int, now_s: float, *, take: bool = True
-) -> tuple[Kind, str, float] | None:
+) -> Refusal | None:
     """Check rates and storage, and take from the buckets only when all of them agree."""
     quota = state.limits.storage_bytes
     if quota is not None and state.stored_bytes + state.ingress_bytes + stored > quota:
         if stored > quota:
-            return "dropped", "storage_bytes", 0.0
-        return "throttled", "storage_bytes", STORAGE_RETRY_S
-    worst: tuple[Kind, str, float] | None = None
-    for bucket, amount, name in (
-        (state.by_events, events, "events_per_s"),
-        (state.by_bytes, size_bytes, "bytes_per_s"),
-    ):
-        wait_s = 0.0 if bucket is None else bucket.wait_s(amount, now_s)
+            return Refusal("dropped", "storage_bytes", quota, most=quota)
+        return Refusal("throttled", "storage_bytes", quota, STORAGE_RETRY_S)
+    worst: Refusal | None = None
+    buckets = (state.by_events, state.by_bytes)
+    for bucket, amount, name in zip(buckets, (events, size_bytes), _RATES, strict=True):
+        if bucket is None:
+            continue
+        wait_s, value = bucket.wait_s(amount, now_s), getattr(state.limits, name)
         if wait_s is None:
-            return "dropped", name, 0.0
-        if bucket is None or not wait_s:
+            return Refusal("dropped", name, value, most=int(bucket.capacity))
+        if not wait_s:
             continue
         wait_s = max(wait_s, min(RATE_RETRY_S, bucket.ahead_s(now_s)))
-        if worst is None or wait_s > worst[2]:
-            worst = ("throttled", name, wait_s)
+        if worst is None or wait_s > worst.retry_after_s:
+            most = [None if each is None else int(each.capacity) for each in buckets]
+            worst = Refusal("throttled", name, value, wait_s, None, *most)
     if worst is None and take:
         if state.by_events is not None:
             state.by_events.take(events)
@@ -394,5 +441,7 @@ def _metered(
     return worst
 
 
-def _over(events: int, cap: int, name: str, retry_after_s: float) -> tuple[Kind, str, float]:
-    return ("dropped", name, 0.0) if events > cap else ("deferred", name, retry_after_s)
+def _over(events: int, cap: int, name: str, retry_after_s: float) -> Refusal:
+    if events > cap:
+        return Refusal("dropped", name, cap, most=cap)
+    return Refusal("deferred", name, cap, retry_after_s)

@@ -514,6 +514,10 @@ class QueueGroup:
             for index in range(lease.count):
                 if lease.states[index] == OUT:
                     yield Run(lease.lane, lease.start + index, 1, lease.attempt)
+        yield from self.waiting()
+
+    def waiting(self) -> Iterable[Run]:
+        """Every event that was begun and that no member holds: it waits for an attempt, a key or its turn."""
         for (lane, offset), attempts in self._dying.items():
             yield Run(lane, offset, 1, attempts)
         yield from self._ready

@@ -2,7 +2,8 @@
 
 A bucket only fills with time, so whoever asks for as much as was refused gets the same answer until
 `retry_after_s` has passed. Given here, it costs the broker nothing, and other tenants wait for
-nobody's refusals. A smaller batch may fit and is sent. Who was refused lately is at its limit, and
+nobody's refusals. A smaller batch may fit and is sent, and so is one that never fits: waiting does
+not help it, so it must not be told to wait. Who was refused lately is at its limit, and
 gains nothing by haste.
 """
 
@@ -69,6 +70,11 @@ class Respite:
             return None
         if events < known.events or size_bytes < known.size_bytes:
             return None
+        most = known.error.data
+        if events > most.get("most_events", events) or size_bytes > most.get(
+            "most_bytes", size_bytes
+        ):
+            return None  # it never fits, and only the broker may say so
         key = f"{known.error.data['limit']} {tenant}"
         self._withheld[key] = self._withheld.get(key, 0) + 1
         data = {**known.error.data, "retry_after_s": known.until_s - now_s}

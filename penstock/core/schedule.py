@@ -82,9 +82,11 @@ class Delayed:
         """Raise Deferred when `count` more would not fit; ask before the events are stored."""
         if len(self) + count > self.max_scheduled:
             raise Deferred(
-                f"{len(self)} delayed events wait and {self.max_scheduled} are allowed; nothing was "
-                "stored; publish again later or without a delay",
+                f"{len(self)} delayed events wait, and limits.max_scheduled = {self.max_scheduled}; "
+                "nothing was stored; publish again later or without a delay, or raise the setting",
                 limit="max_scheduled",
+                setting="limits.max_scheduled",
+                value=self.max_scheduled,
                 retry_after_s=DELAYED_RETRY_S,
             )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.core.admission import ADMITTED
 from penstock.core.audit import State
@@ -18,8 +18,12 @@ from penstock.core.takeup import ledgers as owed
 from penstock.engines import request as ask
 from penstock.engines.deadletters import newest_letters
 from penstock.engines.engine import Request
+from penstock.engines.operator_rules import check_word
 from penstock.engines.standing_orders import StandingOrders
+from penstock.engines.unread import lag_behind, unreadable
 from penstock.engines.views import (
+    Effect,
+    GroupEffect,
     GroupInfo,
     LaneInfo,
     TopicInfo,
@@ -43,6 +47,8 @@ from penstock.model.topic import check_topic, is_system
 
 if TYPE_CHECKING:
     from penstock.engines.embedded import EmbeddedEngine
+
+E = TypeVar("E", bound=PenstockError)
 
 
 class Administration:
@@ -90,9 +96,7 @@ class Administration:
             raise Unsupported(f"this engine does not know {name}", request=name)
         return await handler(request)
 
-    async def _refused(
-        self, error: PenstockError, actor: str, operation: str, target: str
-    ) -> PenstockError:
+    async def _refused(self, error: E, actor: str, operation: str, target: str) -> E:
         """A forbidden attempt goes into the audit chain before it is refused (row X5)."""
         entry = self._engine.audit.entry(
             actor, operation, target, {}, {"status": "refused", "code": error.code}
@@ -155,25 +159,34 @@ class Administration:
             return [TopicPut(topic, new), *lanes, audit]
 
         await engine.intake.submit([], when_taken=entries)
+        engine.housekeeper.wake()  # a topic at its limit may have room now
         return self._topic_info(topic)
 
-    async def _delete_topic(self, request: ask.DeleteTopic) -> None:
+    async def _delete_topic(self, request: ask.DeleteTopic) -> Effect:
         engine, topic = self._engine, request.topic
         spec = self._spec(topic)
+        if not (request.dry_run or spec.ephemeral):
+            check_word("DELETE", request.confirm)
+        forbidden: Refused | None = None
         if is_system(topic) and not spec.ephemeral:
-            own = Refused(
+            forbidden = Refused(
                 f"{topic!r} is the bus's own and stays; nothing was changed. Dead letters go by "
                 "`dlq purge`",
                 topic=topic,
             )
-            raise await self._refused(own, request.actor, "topic.delete", topic)
-        if retention_of(spec, engine.settings.retention).write_once:
-            error = WriteOnce(
+        elif retention_of(spec, engine.settings.retention).write_once:
+            forbidden = WriteOnce(
                 f"{topic!r} is write-once: its events stay until their retention is over. Nothing "
-                "was changed, and the attempt is in the audit log",
+                "was changed, and attempts are in the audit log",
                 topic=topic,
             )
-            raise await self._refused(error, request.actor, "topic.delete", topic)
+        if forbidden is not None:
+            if not request.dry_run:
+                forbidden = await self._refused(forbidden, request.actor, "topic.delete", topic)
+            raise forbidden
+        effect = self._loss_of_topic(topic, done=not request.dry_run)
+        if request.dry_run:
+            return effect
         audit = self._engine.audit.entry(
             request.actor, "topic.delete", topic, _plain(spec), {"status": "deleted"}
         )
@@ -185,6 +198,22 @@ class Administration:
 
         await engine.intake.submit([], when_taken=entries)
         engine.housekeeper.wake()
+        return effect
+
+    def _loss_of_topic(self, topic: str, *, done: bool) -> Effect:
+        """What goes with a topic: its events, and with them the lag of the groups that read it."""
+        parts = self._topic_info(topic).partitions
+        groups: list[GroupEffect] = []
+        for reader in self._engine.groups.readers_of(topic):
+            if not self._engine.state.groups[reader.name].spec.ephemeral:
+                lanes = self._group_info(reader.name).lanes
+                left = sum(lane.lag for lane in lanes if lane.topic != topic)
+                groups.append(GroupEffect(reader.name, sum(lane.lag for lane in lanes), left))
+        return Effect(
+            "topic.delete", topic, done, sum(each.end_offset - each.first_offset for each in parts),
+            sum(each.sealed_bytes for each in parts), [topic],
+            sorted(groups, key=lambda group: group.name),
+        )  # fmt: skip
 
     async def _find_offset(self, request: ask.FindOffset) -> int:
         known_partition(self._engine.state, request.topic, request.partition)
@@ -207,17 +236,19 @@ class Administration:
         log, machine = engine.groups.logs.get(name), engine.dispatcher.groups.get(name)
         lanes: list[LaneInfo] = []
         members: list[str] = []
+        lost = engine.unread.lost.get(name, {})
         if log is not None:
-            for (topic, partition), cursor in sorted(group.cursors.items()):
-                end = engine.log.partition(topic, partition).end
-                lanes.append(LaneInfo(topic, partition, cursor, end, 0, max(0, end - cursor)))
+            for place, cursor in sorted(group.cursors.items()):
+                end, lag = lag_behind(engine.log, place, cursor)
+                lanes.append(LaneInfo(*place, cursor, end, 0, lag, lost.get(place, 0)))
             members = sorted(log.readers)
         elif machine is not None:
-            ledgers = owed(machine, engine.runtime.now())
-            for (topic, partition), lane in sorted(machine.lanes.items()):
-                open_events = ledgers[topic, partition].outstanding()
-                lag = lane.end - lane.cursor + open_events
-                lanes.append(LaneInfo(topic, partition, lane.cursor, lane.end, open_events, lag))
+            ledgers, gone = owed(machine, engine.runtime.now()), unreadable(engine.log, machine)
+            for place, lane in sorted(machine.lanes.items()):
+                waiting = ledgers[place].outstanding()
+                lag = lane.end - lane.cursor + waiting - gone.get(place, 0)
+                taken = lost.get(place, 0)
+                lanes.append(LaneInfo(*place, lane.cursor, lane.end, waiting, lag, taken))
             members = sorted(machine.members)
         return group_info(name, group.spec, members, lanes)
 
@@ -229,6 +260,9 @@ class Administration:
 
     async def _reset_group(self, request: ask.ResetGroup) -> GroupInfo:
         before = self._group_info(request.group)
+        if request.dry_run:
+            return self._moved(before, request)
+        check_word("RESET", request.confirm)
         prior: State = {f"{lane.topic}/{lane.partition}": lane.cursor for lane in before.lanes}
         audit = self._engine.audit.entry(
             request.actor, "group.reset", request.group, prior, {"to": request.to}
@@ -236,8 +270,28 @@ class Administration:
         await self._engine.groups.reset(request.group, request.to, request.topic, [audit])
         return self._group_info(request.group)
 
-    async def _delete_group(self, request: ask.DeleteGroup) -> None:
+    def _moved(self, before: GroupInfo, request: ask.ResetGroup) -> GroupInfo:
+        """A group as it would be after a reset: what it holds unsettled is void then."""
+        offsets = self._engine.groups.offsets(request.group, request.to, request.topic)
+        lanes: list[LaneInfo] = []
+        for lane in before.lanes:
+            offset = offsets.get((lane.topic, lane.partition))
+            if offset is not None:
+                lag = max(0, lane.end - offset)
+                lane = LaneInfo(lane.topic, lane.partition, offset, lane.end, 0, lag)
+            lanes.append(lane)
         spec = self._engine.groups.known(request.group).spec
+        return group_info(request.group, spec, before.members, lanes)
+
+    async def _delete_group(self, request: ask.DeleteGroup) -> Effect:
+        spec = self._engine.groups.known(request.group).spec
+        if not (request.dry_run or spec.ephemeral):
+            check_word("DELETE", request.confirm)
+        lag = self._group_info(request.group).lag
+        groups = [GroupEffect(request.group, lag, 0)]
+        effect = Effect("group.delete", request.group, not request.dry_run, groups=groups)
+        if request.dry_run:
+            return effect
         extra: list[Entry] = []
         if not spec.ephemeral:
             prior: State = {"mode": spec.mode, "patterns": " ".join(spec.patterns)}
@@ -247,6 +301,7 @@ class Administration:
                 )
             ]
         await self._engine.groups.remove(request.group, extra)
+        return effect
 
     # -- dead letters, audit -------------------------------------------------------------------
 
@@ -259,7 +314,7 @@ class Administration:
     async def _replay_dead(self, request: ask.ReplayDead) -> Any:
         return await self._engine.graveyard.replay(
             request.ids, request.target_consumer, request.target_topic, request.actor,
-            request.reason, request.confirm,
+            request.reason, request.confirm, request.dry_run,
         )  # fmt: skip
 
     async def _quarantine(self, request: ask.Quarantine) -> Any:
@@ -274,7 +329,7 @@ class Administration:
 
     async def _purge_dead(self, request: ask.PurgeDead) -> Any:
         return await self._engine.graveyard.purge(
-            request.ids, request.actor, request.reason, request.confirm
+            request.ids, request.actor, request.reason, request.confirm, request.dry_run
         )
 
     async def _query_audit(self, request: ask.QueryAudit) -> Any:

@@ -12,7 +12,7 @@ from penstock.core.state import DeadLetter
 from penstock.engines import request as ask
 from penstock.engines.deadletters import DeadLetterDetail, Outcome
 from penstock.engines.engine import Request
-from penstock.engines.views import GroupInfo, SessionInfo, TenantInfo, TopicInfo
+from penstock.engines.views import Effect, GroupInfo, SessionInfo, TenantInfo, TopicInfo
 from penstock.log.auditseal import Manifest
 
 ANSWERS: dict[type[Request], Any] = {
@@ -20,13 +20,13 @@ ANSWERS: dict[type[Request], Any] = {
     ask.DescribeTopic: TopicInfo,
     ask.CreateTopic: TopicInfo,
     ask.ConfigureTopic: TopicInfo,
-    ask.DeleteTopic: None,
+    ask.DeleteTopic: Effect,
     ask.FindOffset: int,
     ask.AdmitReplay: None,
     ask.ListGroups: list[GroupInfo],
     ask.DescribeGroup: GroupInfo,
     ask.ResetGroup: GroupInfo,
-    ask.DeleteGroup: None,
+    ask.DeleteGroup: Effect,
     ask.ListDead: list[DeadLetter],
     ask.InspectDead: DeadLetterDetail,
     ask.ReplayDead: Outcome,
@@ -37,12 +37,12 @@ ANSWERS: dict[type[Request], Any] = {
     ask.ExportAudit: Manifest,
     ask.ListRoutes: list[Route],
     ask.PutRoute: None,
-    ask.RemoveRoute: None,
+    ask.RemoveRoute: Effect,
     ask.SwitchRoute: None,
     ask.ResolveRoute: list[Route],
     ask.ListSchedules: list[Definition],
     ask.PutSchedule: Definition,
-    ask.RemoveSchedule: None,
+    ask.RemoveSchedule: Effect,
     ask.ListSessions: list[SessionInfo],
     ask.ListTenants: list[TenantInfo],
     ask.Pressure: dict[str, Any],

@@ -13,6 +13,7 @@ import msgspec
 
 from penstock.engines.answers import ANSWERS, READ_ONLY
 from penstock.engines.channel import Call, Channel
+from penstock.engines.credential import Credential
 from penstock.engines.embedded import CAPABILITIES
 from penstock.engines.engine import Draft, LogFeed, QueueFeed, Request, Subscribe, Transaction
 from penstock.engines.link import ClientLink
@@ -67,17 +68,20 @@ class BrokerEngine:
         settings: Settings,
         identity: Identity,
         client: str,
+        credential: Credential | None = None,
     ) -> None:
+        if credential is None:
+            credential = Credential(settings.client, None)
         # A default is no claim: who names no tenant and no subject is who its token or the broker says.
         nobody = Identity()
         hello = say.Hello(
-            client, token=settings.client.token,
+            client,
             tenant="" if identity.tenant == nobody.tenant else identity.tenant,
             subject="" if identity.subject == nobody.subject else identity.subject,
             agent=AGENT, heartbeat_s=settings.client.heartbeat_s,
         )  # fmt: skip
         self._subject = identity.subject
-        self.channel = Channel(make_link, settings.client, hello)
+        self.channel = Channel(make_link, settings.client, hello, credential)
         self.channel.on_push = self._pushed
         self.channel.held = self._held
         self.channel.lost = self._lost
@@ -93,7 +97,7 @@ class BrokerEngine:
         self._scheduled = False
         self._to_speak, self._spoke_at = float(REPORTS_AT_ONCE), 0.0
         self._deadline_s = settings.client.deadline_s
-        self._signs_for_us = bool(settings.client.token)
+        self._signs_for_us = credential.given
         self._joining: set[asyncio.Task[None]] = set()
         self._leaving: set[asyncio.Task[None]] = set()
         self._asked: set[int] = set()

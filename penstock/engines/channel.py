@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from penstock.engines.credential import Credential
 from penstock.engines.link import MAX_FRAME_BYTES, ClientLink
 from penstock.engines.portion import portions
 from penstock.model.errors import (
@@ -24,6 +25,8 @@ from penstock.model.errors import (
     BusClosed,
     ConnectionLost,
     Fenced,
+    InvalidSettings,
+    NotAuthenticated,
     PayloadTooLarge,
     PenstockError,
     ProtocolViolation,
@@ -47,7 +50,7 @@ SILENT = (
     "HTTP for penstock://. Start one with `penstock up`, or check the URL"
 )
 # Trying again does not help against these.
-FINAL = (AccessDenied, WrongProtocolVersion, ProtocolViolation, Fenced)
+FINAL = (AccessDenied, WrongProtocolVersion, ProtocolViolation, Fenced, InvalidSettings)
 
 
 class Call:
@@ -67,9 +70,15 @@ class Channel:
     """The way to one broker."""
 
     def __init__(
-        self, make_link: Callable[[], ClientLink], settings: Client, hello: say.Hello
+        self,
+        make_link: Callable[[], ClientLink],
+        settings: Client,
+        hello: say.Hello,
+        credential: Credential | None = None,
     ) -> None:
         self.hello = hello
+        """What the client says of itself, without its token."""
+        self._credential = Credential(settings, None) if credential is None else credential
         self.welcome: say.Welcome | None = None
         self.frame_bytes = MAX_FRAME_BYTES
         """Largest frame the broker takes, as its last Welcome said."""
@@ -165,7 +174,10 @@ class Channel:
 
     def _overdue(self, call: Call) -> PenstockError:
         if not call.sent:
-            return self.unsent("no connection to the broker")
+            token = (NotAuthenticated, InvalidSettings)
+            refused = isinstance(self._trouble, token)
+            why = f" ({self._trouble.message})" if refused and self._trouble is not None else ""
+            return self.unsent(f"no connection to the broker{why}")
         return ConnectionLost(
             f"no answer from the broker within {self._settings.deadline_s:g} s; the request may still "
             "take effect. Publish again with the same token or idempotency key to be sure",
@@ -250,8 +262,11 @@ class Channel:
             try:
                 await self._connect()
             except FINAL as error:
-                self._end(error)
-                return
+                if not self._may_renew(error):
+                    self._end(error)
+                    return
+                await asyncio.sleep(self._settings.reconnect_max_s * random.uniform(0.5, 1.0))
+                continue
             except PenstockError as error:
                 self._trouble = error
                 log.info("no connection to the broker: %s", error)
@@ -273,6 +288,19 @@ class Channel:
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
                 pause_s = min(2 * pause_s, self._settings.reconnect_max_s)
 
+    def _may_renew(self, error: PenstockError) -> bool:
+        """Whether another token may help: not for who never came in, nor with one that stays the same."""
+        if self._opened is not None and not self._opened.done():
+            return False
+        if not isinstance(error, NotAuthenticated | InvalidSettings):
+            return False
+        if not self._credential.renews:
+            return False
+        if self._trouble is None or str(self._trouble) != str(error):
+            log.error("no token that the broker takes: %s; trying again with the newest one", error)
+        self._trouble = error
+        return True
+
     def _end(self, error: PenstockError) -> None:
         """There will be no other connection: whoever opens it hears why, or all who use it."""
         if self._opened is not None and not self._opened.done():
@@ -284,6 +312,7 @@ class Channel:
 
     async def _connect(self) -> None:
         loop = asyncio.get_running_loop()
+        token = await self._credential.current()
         link = self._make_link()
         self._broken.clear()
         self._welcomed = loop.create_future()
@@ -296,7 +325,7 @@ class Channel:
                 0,
                 encode(
                     msgspec.structs.replace(
-                        self.hello, session=session, deliveries=self.held(),
+                        self.hello, token=token, session=session, deliveries=self.held(),
                         pending=[number for number, call in self._calls.items() if call.sent],
                     )
                 ),
@@ -313,6 +342,7 @@ class Channel:
         except BaseException:
             self._drop(before)
             raise
+        self._trouble = None
         self._resume(welcome, before)
 
     def _drop(self, before: say.Welcome | None) -> None:

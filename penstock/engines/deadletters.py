@@ -23,7 +23,7 @@ from penstock.core.entry import (
     Entry,
     as_recovered,
 )
-from penstock.core.lease import Doomed
+from penstock.core.lease import Doomed, Lane
 from penstock.core.state import DeadLetter
 from penstock.engines.engine import Draft
 from penstock.engines.errands import Errands
@@ -267,14 +267,18 @@ class Graveyard:
         actor: str,
         reason: str,
         confirm: str,
+        dry_run: bool = False,
     ) -> Outcome:
         """Give dead letters back to the consumer they failed at, each with a fresh budget."""
-        reason = confirmed("REPLAY", confirm, actor, reason)
+        if not dry_run:
+            reason = confirmed("REPLAY", confirm, actor, reason)
         outcome = Outcome(len(ids))
         for id in ids:
             try:
                 async with self._turn(id):
-                    await self._replay(id, target_consumer, target_topic, actor, reason)
+                    letter, group, lane = await self._target(id, target_consumer, target_topic)
+                    if not dry_run:
+                        await self._replay(letter, group, lane, actor, reason)
                 outcome.done += 1
             except PenstockError as error:
                 outcome.failed(id, error)
@@ -284,7 +288,10 @@ class Graveyard:
         """Two operators must not act on one record at once: the later one sees what the other did."""
         return self._turns.setdefault(id, asyncio.Lock())
 
-    async def _replay(self, id: str, consumer: str, topic: str, actor: str, reason: str) -> None:
+    async def _target(
+        self, id: str, consumer: str, topic: str
+    ) -> tuple[DeadLetter, QueueGroup, Lane]:
+        """The dead letter and where it goes back to, or why it cannot."""
         letter = self.find(id)
         if letter.consumer != consumer or letter.topic != topic:
             raise TargetMismatch(
@@ -308,29 +315,36 @@ class Graveyard:
                 consumer=letter.consumer,
             )
         await self._engine.event_at(letter.topic, letter.partition, letter.offset)
+        return letter, group, lane
+
+    async def _replay(
+        self, letter: DeadLetter, group: QueueGroup, lane: Lane, actor: str, reason: str
+    ) -> None:
         audit = self._audit(actor, "dlq.replay", letter, reason, "replayed")
 
         def entries(_: list[Receipt]) -> list[Entry]:
-            assert group is not None
-            assert lane is not None
             intervention.revive(group, lane, letter.offset, self._engine.runtime.now())
             # Its return to the group goes into the same entry: a crash between two would lose it.
-            return [*group.drain(), DeadReplayed(id), audit]
+            return [*group.drain(), DeadReplayed(letter.id), audit]
 
         await self._engine.intake.submit([], when_taken=entries, brings_news=True)
         self.revived(letter.tenant, letter.topic)
         self._engine.dispatcher.touched(group)
 
-    async def purge(self, ids: Sequence[str], actor: str, reason: str, confirm: str) -> Outcome:
+    async def purge(
+        self, ids: Sequence[str], actor: str, reason: str, confirm: str, dry_run: bool = False
+    ) -> Outcome:
         """Take dead letters out of the view; the log keeps the events."""
-        reason = confirmed("PURGE", confirm, actor, reason)
+        if not dry_run:
+            reason = confirmed("PURGE", confirm, actor, reason)
         outcome = Outcome(len(ids))
         for id in ids:
             try:
                 async with self._turn(id):
                     letter = self.find(id)
                     audit = self._audit(actor, "dlq.purge", letter, reason, "purged")
-                    await self._engine.intake.submit([], entries=[DeadPurged(id), audit])
+                    if not dry_run:
+                        await self._engine.intake.submit([], entries=[DeadPurged(id), audit])
                 outcome.done += 1
             except PenstockError as error:
                 outcome.failed(id, error)

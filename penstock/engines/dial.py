@@ -8,6 +8,7 @@ from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from penstock.engines.broker import BrokerEngine
+from penstock.engines.credential import Credential, Token
 from penstock.engines.link import ClientLink
 from penstock.engines.link_tcp import TcpLink, client_tls
 from penstock.model.errors import UnknownScheme
@@ -19,7 +20,12 @@ ZMQ_PORT = 5555
 
 
 def broker_engine(
-    scheme: str, address: str, settings: Settings, identity: Identity, client: str
+    scheme: str,
+    address: str,
+    settings: Settings,
+    identity: Identity,
+    client: str,
+    token: Token | None = None,
 ) -> BrokerEngine:
     """An engine for a broker; nothing is connected before it is opened."""
     try:
@@ -29,7 +35,7 @@ def broker_engine(
         raise UnknownScheme(f"{address!r} is no host and port: {error}", url=address) from None
     name = client or f"{socket.gethostname()}.{os.getpid()}"
     make_link = _dialler(scheme, host, port, settings)
-    return BrokerEngine(make_link, settings, identity, name)
+    return BrokerEngine(make_link, settings, identity, name, Credential(settings.client, token))
 
 
 def _dialler(

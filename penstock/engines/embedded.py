@@ -46,6 +46,7 @@ from penstock.engines.stored import StoredBytes
 from penstock.engines.taken import Taken
 from penstock.engines.timekeeper import Timekeeper
 from penstock.engines.topics import Topics
+from penstock.engines.unread import Unread
 from penstock.engines.views import known_partition
 from penstock.log.disk import Disk, Lock, no_folder, read_file, write_file
 from penstock.log.handovers import Handovers
@@ -130,6 +131,7 @@ class EmbeddedEngine:
     async def _start(self) -> None:
         found = self.recovered
         self.log, self.fold, self.state = found.log, found.fold, found.fold.state
+        self.state.schedule.delayed.max_scheduled = self.settings.limits.max_scheduled
         self.journal = Journal(
             self.disk, self.settings.journal, position=found.position, epoch=found.epoch + 1
         )
@@ -170,6 +172,7 @@ class EmbeddedEngine:
         self.timekeeper = Timekeeper(self)
         self.administration = Administration(self)
         self.housekeeper = Housekeeper(self)
+        self.unread = Unread(self)
         self.audit.start()
         self.commits.start()
         ended = self.groups.restore()

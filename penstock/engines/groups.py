@@ -159,6 +159,7 @@ class Groups:
             f"group {name!r} was deleted; subscribe again to make it anew", group=name
         )
         engine.dispatcher.remove(name, gone)
+        engine.unread.forget(name)
         log = self.logs.pop(name, None)
         if log is not None:
             log.stop(gone)
@@ -327,16 +328,21 @@ class Groups:
 
     # -- reset ---------------------------------------------------------------------------------
 
-    async def reset(self, name: str, to: str, topic: str | None, extra: list[Entry]) -> None:
-        """Move a group elsewhere in what it reads."""
+    def offsets(self, name: str, to: str, topic: str | None) -> dict[Place, int]:
+        """Where a reset would move a group, in each partition it reads, or in those of a topic."""
         group = self.known(name)
-        log = self.logs.get(name)
         machine = self._engine.dispatcher.groups.get(name)
-        places = list(group.cursors) if log is not None else list(machine.lanes) if machine else []
+        places = list(group.cursors if name in self.logs else machine.lanes if machine else ())
         chosen = [place for place in places if topic is None or place[0] == topic]
         if not chosen:
             raise InvalidInput(f"group {name!r} does not read {topic!r}", group=name, topic=topic)
-        offsets = {place: self.offset_for(*place, to) for place in chosen}
+        return {place: self.offset_for(*place, to) for place in chosen}
+
+    async def reset(self, name: str, to: str, topic: str | None, extra: list[Entry]) -> None:
+        """Move a group elsewhere in what it reads."""
+        offsets = self.offsets(name, to, topic)
+        log = self.logs.get(name)
+        machine = self._engine.dispatcher.groups.get(name)
 
         def entries(_: list[Receipt]) -> list[Entry]:
             written: list[Entry] = list(machine.drain()) if machine is not None else []

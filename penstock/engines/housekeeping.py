@@ -48,8 +48,10 @@ class Housekeeper:
     def __init__(self, engine: EmbeddedEngine) -> None:
         self.problem: str | None = None
         """The last failure, until a round succeeds."""
+        self.full_topics: dict[str, int] = {}
+        """Write-once topics over their own size limit, in bytes: publishes to them are refused."""
         self.shortage_bytes = 0
-        """Bytes that retention would free if write-once allowed it: publishes are refused."""
+        """Bytes over the folder's limit that write-once keeps: write-once topics take no publishes."""
         self.bytes_in = 0
         self.bytes_out = 0
         self._engine = engine
@@ -246,10 +248,12 @@ class Housekeeper:
             protected=self._waiting_segments(),
             other_bytes=engine.journal.position - engine.log.manifest.sealed_to,
         )
-        self.shortage_bytes = verdict.shortage_bytes
+        self.full_topics, self.shortage_bytes = verdict.full_topics, verdict.shortage_bytes
         if verdict.segments:
             ids = [info.id for info in verdict.segments]
+            firsts = {place: engine.log.bounds(*place)[0] for place in verdict.starts}
             await engine.runtime.read(self._apply, [], ids, None)
+            engine.unread.retained(firsts)
             engine.stored.rewritten([], verdict.segments, None)
             for info in verdict.segments:
                 self._discard(info.path)

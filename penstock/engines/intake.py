@@ -24,11 +24,16 @@ from penstock.model.errors import (
     DiskFull,
     InvalidInput,
     PayloadTooLarge,
+    RetentionFull,
 )
 from penstock.model.event import Receipt
 
 if TYPE_CHECKING:
     from penstock.engines.embedded import EmbeddedEngine
+
+
+RETENTION_RETRY_S = 60.0
+"""When to try again with a write-once topic at its limit: only age frees what it keeps."""
 
 
 class Intake:
@@ -96,6 +101,9 @@ class Intake:
                 "Store it elsewhere and publish a reference, or raise limits.max_payload_bytes",
                 size_bytes=largest,
                 limit_bytes=limit,
+                limit="max_payload_bytes",
+                setting="limits.max_payload_bytes",
+                value=limit,
             )
         if self._goes_aside(draft):
             await self._put_aside(draft)
@@ -157,12 +165,29 @@ class Intake:
             if draft.partition is not None:  # now: later there is nobody to be told
                 known_partition(self._engine.state, draft.topic, draft.partition)
             self._engine.state.schedule.delayed.check_room(draft.count)
-        if self._engine.housekeeper.shortage_bytes:
-            raise DiskFull(
-                "retention may not delete anything (write-once) and the size limit is reached; "
-                "nothing was stored. Raise retention.max_bytes or wait for events to age",
-                retry_after_s=60.0,
-            )
+        keeper = self._engine.housekeeper
+        if draft.topic in keeper.full_topics or keeper.shortage_bytes:
+            self._check_retention(draft)
+
+    def _check_retention(self, draft: Draft) -> None:
+        """Raise RetentionFull for a write-once topic that may neither grow nor lose events."""
+        topic, keeper, settings = draft.topic, self._engine.housekeeper, self._engine.settings
+        retention = keeper.retention_of(topic)
+        if not retention.write_once:
+            return
+        limit, value = "max_bytes", settings.retention.max_bytes
+        setting = "retention.max_bytes"
+        if topic in keeper.full_topics:
+            limit, value = "topic_max_bytes", retention.topic_max_bytes
+            own = self._engine.state.topics[topic].retention_bytes
+            setting = "retention.topic_max_bytes" if own is None else "retention_bytes of the topic"
+        raise RetentionFull(
+            f"{topic!r} is write-once, and a size limit is reached: {setting} = {value} bytes. Nothing "
+            "was stored; other topics go on. Raise the limit (`penstock topic configure "
+            "--retention-bytes` for one topic), or wait for events to pass their retention age",
+            limit=limit, setting=setting, value=value, topic=topic, tenant=draft.tenant,
+            retry_after_s=RETENTION_RETRY_S,
+        )  # fmt: skip
 
     def split(self, draft: Draft) -> list[tuple[Draft, int]]:
         """One draft for each partition its keys fall into."""

@@ -44,13 +44,19 @@ def signed(actor: str, reason: str) -> str:
 def confirmed(word: str, confirm: str, actor: str, reason: str) -> str:
     """The reason, as `signed` gives it, when the confirmation word was given to the letter."""
     reason = signed(actor, reason)
+    check_word(word, confirm)
+    return reason
+
+
+def check_word(word: str, confirm: str) -> None:
+    """Raise ConfirmationNeeded unless a destructive request restates its verb, in capitals."""
     if confirm != word:
         raise ConfirmationNeeded(
             f"this needs the word {word} and got {confirm!r}; nothing was changed. Repeat with "
-            f"confirm={word!r}, on the command line --confirm {word}",
+            f"confirm={word!r}, on the command line --confirm {word}; dry_run=True, or --dry-run, "
+            "shows what would happen",
             wanted=word,
         )
-    return reason
 
 
 def check_id(id: str) -> None:

@@ -61,6 +61,8 @@ class DeleteTopic(Request, frozen=True):
 
     topic: Name
     actor: str = "local"
+    confirm: str = ""
+    dry_run: bool = False
 
 
 class FindOffset(Request, frozen=True):
@@ -94,6 +96,8 @@ class ResetGroup(Request, frozen=True):
     to: Annotated[str, engine_place]
     topic: Name | None = None
     actor: str = "local"
+    confirm: str = ""
+    dry_run: bool = False
 
 
 class DeleteGroup(Request, frozen=True):
@@ -101,6 +105,8 @@ class DeleteGroup(Request, frozen=True):
 
     group: Name
     actor: str = "local"
+    confirm: str = ""
+    dry_run: bool = False
 
 
 class ListDead(Request, frozen=True):
@@ -129,6 +135,7 @@ class ReplayDead(Request, frozen=True):
     actor: str
     reason: str
     confirm: str
+    dry_run: bool = False
 
 
 class Quarantine(Request, frozen=True):
@@ -149,6 +156,7 @@ class PurgeDead(Request, frozen=True):
     actor: str
     reason: str
     confirm: str
+    dry_run: bool = False
 
 
 class QueryAudit(Request, frozen=True):
@@ -188,6 +196,8 @@ class RemoveRoute(Request, frozen=True):
     pattern: Name
     destination: str
     actor: str = "local"
+    confirm: str = ""
+    dry_run: bool = False
 
 
 class SwitchRoute(Request, frozen=True):
@@ -228,6 +238,8 @@ class RemoveSchedule(Request, frozen=True):
 
     id: Id
     actor: str = ""
+    confirm: str = ""
+    dry_run: bool = False
 
 
 class ListSessions(Request, frozen=True):

@@ -16,7 +16,8 @@ from penstock.core.catalogue import Route
 from penstock.core.entry import RecurringGone, RecurringPut
 from penstock.core.schedule import Definition
 from penstock.engines import request as ask
-from penstock.engines.operator_rules import check_content
+from penstock.engines.operator_rules import check_content, check_word
+from penstock.engines.views import Effect
 from penstock.model.errors import PenstockError, UnknownRoute, UnknownSchedule
 from penstock.model.topic import check_topic
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from penstock.engines.embedded import EmbeddedEngine
 
 SHOWN_CHARACTERS = 1_000  # of one text in an audit record, which has a bound itself
+SHOWN_TOPICS = 1_000  # that a route leads: a pattern can match every topic there is
 LOCAL = "local"  # who acts where nobody has a name
 
 
@@ -48,12 +50,26 @@ class StandingOrders:
             request.actor, "route.put", route.pattern, route.destination, before
         )
 
-    async def remove_route(self, request: ask.RemoveRoute) -> None:
+    async def remove_route(self, request: ask.RemoveRoute) -> Effect:
         """Drop one."""
-        before = self._engine.routes.remove(request.pattern, request.destination)
+        ends = (request.pattern, request.destination)
+        route = self._engine.routes.get(*ends)
+        if not request.dry_run:
+            check_word("REMOVE", request.confirm)
+        led = [
+            topic
+            for topic in sorted(self._engine.state.topics)
+            if route in self._engine.routes.resolve(topic, self._engine.topics.tenant_for(topic))
+        ]
+        target = " -> ".join(ends)
+        effect = Effect("route.remove", target, not request.dry_run, topics=led[:SHOWN_TOPICS])
+        if request.dry_run:
+            return effect
+        before = self._engine.routes.remove(*ends)
         await self._routes_changed(
             request.actor, "route.remove", request.pattern, request.destination, before
         )
+        return effect
 
     async def switch_route(self, request: ask.SwitchRoute) -> None:
         """Enable or disable one."""
@@ -134,15 +150,21 @@ class StandingOrders:
         engine.timekeeper.wake()
         return definition
 
-    async def remove_schedule(self, request: ask.RemoveSchedule) -> None:
+    async def remove_schedule(self, request: ask.RemoveSchedule) -> Effect:
         """Drop a recurring event."""
         engine = self._engine
         before = engine.state.schedule.recurring.get(request.id)
+        done, topics = not request.dry_run, [before.topic]
+        effect = Effect("schedule.remove", request.id, done, topics=topics)
+        if request.dry_run:
+            return effect
+        check_word("REMOVE", request.confirm)
         audit = engine.audit.entry(
             request.actor or LOCAL, "schedule.remove", request.id, _schedule_state(before),
             _schedule_state(None, gone="removed"),
         )  # fmt: skip
         await engine.intake.write_entries([RecurringGone(request.id), audit])
+        return effect
 
 
 def _route_state(route: Route | None, gone: str | None = None) -> State:

@@ -7,6 +7,7 @@ import msgspec
 from penstock.core.entry import GroupSpec, TopicSpec
 from penstock.core.quota import TenantLimits
 from penstock.core.state import GroupState, State
+from penstock.engines.unread import lag_behind
 from penstock.log.eventlog import EventLog
 from penstock.model.errors import UnknownTopic
 from penstock.model.settings import Retention, Settings
@@ -57,6 +58,9 @@ class LaneInfo(msgspec.Struct):
     end: int
     outstanding: int
     lag: int
+    """Events it has still to settle and can still read."""
+    lost: int = 0
+    """Events that retention deleted before the group had read them, since the bus was opened."""
 
 
 class GroupInfo(msgspec.Struct):
@@ -74,6 +78,33 @@ class GroupInfo(msgspec.Struct):
     lag: int
     outstanding: int
     lanes: list[LaneInfo]
+    lost: int = 0
+    """Events that retention deleted before the group had read them, since the bus was opened."""
+
+
+class GroupEffect(msgspec.Struct, frozen=True):
+    """What a destructive request does to one group."""
+
+    name: str
+    lag_before: int
+    lag_after: int
+
+
+class Effect(msgspec.Struct, frozen=True):
+    """What a destructive request did or, asked with `dry_run`, would do."""
+
+    operation: str
+    target: str
+    done: bool
+    """False after a dry run: nothing was changed."""
+    events: int = 0
+    """Events that are deleted."""
+    sealed_bytes: int = 0
+    """What they take in sealed segments."""
+    topics: list[str] = []
+    """Topics that are deleted, or that the route or schedule no longer serves."""
+    groups: list[GroupEffect] = []
+    """Groups that lose events to read, or their place."""
 
 
 class SessionInfo(msgspec.Struct, frozen=True):
@@ -154,19 +185,19 @@ def group_info(name: str, spec: GroupSpec, members: list[str], lanes: list[LaneI
     """One group with its lanes."""
     return GroupInfo(
         name, spec.mode, spec.order, list(spec.patterns), members, sum(lane.lag for lane in lanes),
-        sum(lane.outstanding for lane in lanes), lanes,
+        sum(lane.outstanding for lane in lanes), lanes, sum(lane.lost for lane in lanes),
     )  # fmt: skip
 
 
 def recorded_group(name: str, group: GroupState, log: EventLog) -> GroupInfo:
     """A group as the journal tells of it: without members, which live in the writer's process."""
     lanes: list[LaneInfo] = []
-    for (topic, partition), cursor in sorted(group.cursors.items()):
-        end = log.partition(topic, partition).end
-        lanes.append(LaneInfo(topic, partition, cursor, end, 0, max(0, end - cursor)))
-    for (topic, partition), ledger in sorted(group.ledgers.items()):
-        end = log.partition(topic, partition).end
-        open_events = ledger.outstanding()
-        lag = max(0, end - ledger.high) + open_events
-        lanes.append(LaneInfo(topic, partition, ledger.high, end, open_events, lag))
+    for place, cursor in sorted(group.cursors.items()):
+        end, lag = lag_behind(log, place, cursor)
+        lanes.append(LaneInfo(*place, cursor, end, 0, lag))
+    for place, ledger in sorted(group.ledgers.items()):
+        end, lag = lag_behind(log, place, ledger.high)
+        first = log.bounds(*place)[0]
+        kept = sum(max(0, run.stop - max(run.start, first)) for run in ledger.open())
+        lanes.append(LaneInfo(*place, ledger.high, end, ledger.outstanding(), lag + kept))
     return group_info(name, group.spec, [], lanes)

@@ -194,6 +194,11 @@ class EventLog:
             first = min(first, stretch.first_offset)
         return max(first, log.floor), log.end
 
+    def at_hand(self, topic: str, partition: int, offset: int) -> bool:
+        """Whether an offset lies in the journal or is still to come, so that retention cannot have it."""
+        log = self.partition(topic, partition)
+        return offset >= (max(log.bases[0], log.floor) if log.bases else log.end)
+
     def plan(self, topic: str, partition: int, offset: int, limit: int) -> list[Source]:
         """Where the next events from `offset` on lie; about `limit` events, at least one batch."""
         log = self.partition(topic, partition)

@@ -3,7 +3,7 @@
 Events leave in whole segment files, the oldest first: when they are older than `age_s`, when their
 topic has more than `topic_max_bytes`, when the folder has more than `max_bytes`. In a write-once
 topic nothing younger than `age_s` ever goes; when a size limit would need it to, the verdict names
-the shortage and admission refuses publishes instead.
+the shortage, and publishes to that topic are refused instead.
 
 A clock that jumps forward must not empty a log. `RetentionClock` is the time retention believes in.
 """
@@ -57,7 +57,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     segments: list[SegmentInfo]
     # Logical start of each partition that loses events: older ones may still lie in shared files.
     starts: dict[tuple[str, int], int]
-    # Bytes over a size limit that write-once forbids to delete: publishes must be refused.
+    # Write-once topics over their own limit, and by how many bytes: publishes to them must be refused.
+    full_topics: dict[str, int]
+    # Bytes over the folder's limit that write-once forbids to delete: no write-once topic may grow.
     shortage_bytes: int
     # Bytes that would go, were they not in use by a reader.
     leased_bytes: int
@@ -89,7 +91,8 @@ def expired(
     """
     infos = list(segments)
     parts = {info.id: _parts(info, retention_of, now_us) for info in infos}
-    shortage = _over_topic_limits(parts.values(), retention_of)
+    full_topics = _over_topic_limits(parts.values(), retention_of)
+    shortage = 0
     going = [info for info in infos if all(part.gone for part in parts[info.id])]
     chosen = {info.id: info for info in going}
     total = other_bytes + sum(info.size_bytes for info in infos)
@@ -102,12 +105,13 @@ def expired(
                 chosen[info.id] = info
                 left -= info.size_bytes
         held = sum(info.size_bytes for info in infos if any(part.held for part in parts[info.id]))
-        shortage = max(shortage, min(left - folder.max_bytes, held), 0)
+        shortage = max(0, min(left - folder.max_bytes, held))
     kept = [info for number, info in chosen.items() if number in protected]
     freed = [info for number, info in sorted(chosen.items()) if number not in protected]
     return Verdict(
         segments=freed,
         starts=_starts(freed),
+        full_topics=full_topics,
         shortage_bytes=shortage,
         leased_bytes=sum(info.size_bytes for info in kept),
     )
@@ -126,13 +130,13 @@ def _parts(info: SegmentInfo, retention_of: RetentionOf, now_us: int) -> list[_P
     return found
 
 
-def _over_topic_limits(parts: Iterable[list[_Part]], retention_of: RetentionOf) -> int:
-    """Mark the oldest ranges of topics with too much; returns the bytes that write-once keeps."""
+def _over_topic_limits(parts: Iterable[list[_Part]], retention_of: RetentionOf) -> dict[str, int]:
+    """Mark the oldest ranges of topics with too much; returns how much more write-once keeps of each."""
     topics: dict[str, list[_Part]] = {}
     for each in parts:
         for part in each:
             topics.setdefault(part.range.topic, []).append(part)
-    shortage = 0
+    full: dict[str, int] = {}
     for topic, members in topics.items():
         limit = retention_of(topic).topic_max_bytes
         if limit is None:
@@ -145,8 +149,9 @@ def _over_topic_limits(parts: Iterable[list[_Part]], retention_of: RetentionOf) 
             if not part.gone and not part.held:
                 part.gone = True
                 over -= part.size_bytes
-        shortage += max(over, 0)
-    return shortage
+        if over > 0:
+            full[topic] = over
+    return full
 
 
 def _starts(freed: Iterable[SegmentInfo]) -> dict[tuple[str, int], int]:

@@ -42,6 +42,7 @@
     │   ├── Throttled                   rejected.throttled
     │   ├── Dropped                     rejected.dropped
     │   ├── ReplayLimited               rejected.replay-limited
+    │   ├── RetentionFull               rejected.retention-full
     │   └── DiskFull                    rejected.disk-full
     ├── StorageError                    storage.*          the folder or the disk
     │   ├── FolderLocked                storage.locked
@@ -152,6 +153,7 @@ __all__ = [
     "ReplayLimited",
     "RequestRejected",
     "RequestTimedOut",
+    "RetentionFull",
     "SchemaMismatch",
     "SessionExpired",
     "StorageError",
@@ -183,6 +185,24 @@ class InvalidInput(PenstockError):
     """The caller's data breaks a written rule; nothing was stored."""
 
     code = "invalid"
+
+
+def over_limit(
+    kind: type[InvalidInput], name: str, value: int, found: str, advice: str
+) -> InvalidInput:
+    """The error for something larger than a setting of `limits` allows.
+
+    >>> over_limit(InvalidInput, "max_key_bytes", 8, "a key of 20 bytes", "Shorten it").data["setting"]
+    'limits.max_key_bytes'
+    """
+    setting = f"limits.{name}"
+    return kind(
+        f"{found} is over the limit ({setting} = {value}); nothing was stored. {advice}, or raise "
+        "the setting",
+        limit=name,
+        setting=setting,
+        value=value,
+    )
 
 
 class InvalidTopic(InvalidInput):
@@ -423,6 +443,12 @@ class ReplayLimited(Rejected):
     """Replays of this tenant come too often."""
 
     code = "rejected.replay-limited"
+
+
+class RetentionFull(Rejected):
+    """A write-once topic is at a size limit, and its events may not be deleted yet."""
+
+    code = "rejected.retention-full"
 
 
 class DiskFull(Rejected):

@@ -64,7 +64,7 @@ class Server(Group, frozen=True):
 
 
 class Auth(Group, frozen=True):
-    """Who may come in. With neither set, only listeners on the loopback interface are allowed."""
+    """Who may come in. With nothing set, only listeners on the loopback interface are allowed."""
 
     admin_token: Annotated[
         str, about("Opens everything: HTTP header X-Admin-Token, or the token of a client.")
@@ -72,6 +72,25 @@ class Auth(Group, frozen=True):
     jwt_secret: Annotated[
         str, about("HS256 secret of the tokens that name a tenant; `penstock token` makes them.")
     ] = ""
+    admin_token_file: Annotated[
+        str,
+        about(
+            "File with admin tokens, one a line; each is valid, beside `admin_token`. Read again "
+            "when it changes, and on SIGHUP."
+        ),
+    ] = ""
+    jwt_secret_file: Annotated[
+        str,
+        about(
+            "File with secrets, one a line; each is valid, beside `jwt_secret`, and the first signs. "
+            "Read again when it changes, and on SIGHUP."
+        ),
+    ] = ""
+
+    @property
+    def asks(self) -> bool:
+        """Whether everybody must show a token."""
+        return any(getattr(self, name) for name in self.__struct_fields__)
 
 
 class FastPath(Group, frozen=True):
@@ -142,6 +161,10 @@ class Client(Group, frozen=True):
         Literal["none", "lz4", "zstd", "snappy"], about("Compresses frames on the wire.")
     ] = "none"
     token: Annotated[str, about("Shown to the broker.")] = ""
+    token_file: Annotated[
+        str,
+        about("File with the token, read again whenever a connection is made; instead of `token`."),
+    ] = ""
     tls_ca: Annotated[str, about("PEM file to check a broker's certificate with.")] = ""
     tls_certificate: Annotated[
         str, about("PEM file; shown to a broker that asks clients for a certificate.")

@@ -18,6 +18,7 @@ from penstock.server.admin_endpoint import (
     Answered,
     Body,
     Call,
+    DryRun,
     Endpoint,
     Limit,
     Offset,
@@ -35,6 +36,8 @@ Ids = Annotated[
     list[Text],
     Meta(min_length=1, max_length=MAX_IDS, description="Ids as the list shows them."),
 ]
+Done = Literal["replayed", "purged", "possible"]
+"""`possible` is the result of a dry run."""
 Reason = Annotated[Text, Meta(description="Why, for the audit trail.")]
 
 
@@ -70,6 +73,7 @@ class Replay(Body, frozen=True):
     target_topic: Annotated[str, Meta(description="The topic they came from, restated.")]
     reason: Reason
     confirm: Annotated[str, Meta(description="Must be REPLAY; else nothing happens.")] = ""
+    dry_run: DryRun = False
     actor: Actor = None
 
 
@@ -79,6 +83,7 @@ class Purge(Body, frozen=True):
     ids: Ids
     reason: Reason
     confirm: Annotated[str, Meta(description="Must be PURGE; else nothing happens.")] = ""
+    dry_run: DryRun = False
     actor: Actor = None
 
 
@@ -98,7 +103,7 @@ class Result(msgspec.Struct, frozen=True):
     """What became of one record."""
 
     id: str
-    result: Literal["replayed", "purged", "failed"]
+    result: Done | Literal["failed"]
     code: str | None = None
     message: str | None = None
 
@@ -167,18 +172,18 @@ async def replay_letters(call: Call) -> Any:
     outcome = await call.ask(
         ask.ReplayDead(
             ids, body.target_consumer, body.target_topic, body.actor or "", body.reason,
-            body.confirm,
+            body.confirm, body.dry_run,
         )
     )  # fmt: skip
-    return _report(ids, outcome, "replayed")
+    return _report(ids, outcome, "possible" if body.dry_run else "replayed")
 
 
 async def purge_letters(call: Call) -> Any:
     """Each out of the view, or a failure that says why not."""
     body: Purge = call.body
     ids = list(dict.fromkeys(body.ids))
-    request = ask.PurgeDead(ids, body.actor or "", body.reason, body.confirm)
-    return _report(ids, await call.ask(request), "purged")
+    request = ask.PurgeDead(ids, body.actor or "", body.reason, body.confirm, body.dry_run)
+    return _report(ids, await call.ask(request), "possible" if body.dry_run else "purged")
 
 
 async def quarantine(call: Call) -> Quarantined:
@@ -193,7 +198,7 @@ async def quarantine(call: Call) -> Quarantined:
     return Quarantined(1, 1, 0, letter.id)
 
 
-def _report(ids: list[str], outcome: EngineOutcome, done: Literal["replayed", "purged"]) -> Any:
+def _report(ids: list[str], outcome: EngineOutcome, done: Done) -> Any:
     """One result for each record, then the counts; the status says whether any failed."""
     failures = {each["id"]: Failure(**each) for each in outcome.failures}
     results = []

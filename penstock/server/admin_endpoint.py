@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from penstock.engines.embedded import EmbeddedEngine
 from penstock.engines.engine import Request
-from penstock.model.errors import ConfirmationNeeded
+from penstock.engines.views import Effect
 from penstock.model.event import Identity
 from penstock.model.page import MAX_PAGE, MAX_SKIP
 from penstock.model.parameter import moment_us
@@ -50,8 +50,8 @@ class Surface:
     engine: EmbeddedEngine
     settings: Settings
     doorkeeper: Doorkeeper
-    ready: Callable[[], bool]
-    """Whether clients may come: false until started, and while draining."""
+    obstacles: Callable[[], list[str]]
+    """What keeps clients from publishing: starting and draining, a full disk, no open files."""
     ask: Answer | None = None
     """The broker's own way to ask the engine, where there is one."""
     refusals: LogQuota = field(default_factory=lambda: LogQuota(log))
@@ -133,17 +133,32 @@ class Paging(Query, frozen=True):
     offset: Offset = 0
 
 
+Confirm = Annotated[
+    str,
+    Meta(description="The operation's verb in capitals, such as DELETE; else nothing happens."),
+]
+DryRun = Annotated[bool, Meta(description="Change nothing; answer what would happen.")]
+
+
 class Deleting(Query, frozen=True):
     """What it takes to delete something."""
 
-    confirm: Annotated[str, Meta(description="Must be DELETE; without it nothing happens.")] = ""
+    confirm: Confirm = ""
+    dry_run: DryRun = False
     actor: Actor = None
 
 
 class Deleted(msgspec.Struct, frozen=True):
-    """What is gone."""
+    """What is gone, or would be."""
 
-    deleted: str
+    deleted: str | None
+    """Its name; null after a dry run."""
+    effect: Effect
+
+
+def deleted(name: str, effect: Effect) -> Deleted:
+    """The answer to a deletion."""
+    return Deleted(name if effect.done else None, effect)
 
 
 class Answered(msgspec.Struct, frozen=True):
@@ -161,11 +176,3 @@ def page(rows: Iterable[T], limit: int, offset: int) -> Page[T]:
     """
     found = list(islice(rows, offset, offset + limit + 1))
     return Page(found[:limit], len(found) > limit)
-
-
-def require_word(word: str, given: str, what: str) -> None:
-    """Refuse unless the confirmation was given to the letter."""
-    if given != word:
-        raise ConfirmationNeeded(
-            f"this {what}. Nothing was changed; repeat with confirm={word}", confirm=word
-        )

@@ -22,6 +22,7 @@ STATUSES = {
     "rejected": 429,
     "rejected.deferred": 503,
     "rejected.disk-full": 507,
+    "rejected.retention-full": 507,
     "storage": 503,
     "access.denied": 403,
     "access.unauthenticated": 401,
@@ -43,7 +44,7 @@ MEANINGS = {
     431: "Path and headers are too large.",
     500: "A defect of the broker; its log has the trace.",
     503: "Not now: starting, draining, too busy, or the storage failed.",
-    507: "The disk is full.",
+    507: "The disk is full, or a write-once topic is at its size limit.",
 }
 
 

@@ -20,7 +20,7 @@ from penstock.engines import request as administer
 from penstock.engines.deadletters import DeadLetterDetail, Outcome
 from penstock.engines.embedded import EmbeddedEngine
 from penstock.engines.engine import Request
-from penstock.engines.views import GroupInfo, TopicInfo
+from penstock.engines.views import Effect, GroupInfo, TopicInfo
 from penstock.model.errors import (
     AccessDenied,
     UnknownDeadLetter,
@@ -142,7 +142,16 @@ class Gate:
 
     async def _change_topic(self, own: Tenancy, request: Any) -> Any:
         _check_topic(own, request.topic)
-        return await self._ask(request)
+        answer = await self._ask(request)
+        if isinstance(answer, Effect):
+            mine = [group for group in answer.groups if await self._is_own(own, group.name)]
+            answer = msgspec.structs.replace(answer, groups=mine)
+        return answer
+
+    async def _is_own(self, own: Tenancy, name: str) -> bool:
+        with suppress(UnknownGroup):
+            return own.group(await self._ask(administer.DescribeGroup(name)))
+        return False
 
     async def _admit_replay(self, own: Tenancy, request: administer.AdmitReplay) -> None:
         _check_tenant(own, request.tenant)

@@ -15,12 +15,13 @@ from penstock.server.admin_endpoint import (
     Call,
     Deleted,
     Deleting,
+    DryRun,
     Endpoint,
     Page,
     Paging,
     Text,
+    deleted,
     page,
-    require_word,
 )
 
 PATH = "/api/admin/groups"
@@ -37,6 +38,8 @@ class Reset(Body, frozen=True):
         ),
     ]
     topic: Annotated[Text | None, Meta(description="Only in this topic.")] = None
+    confirm: Annotated[str, Meta(description="Must be RESET; else nothing happens.")] = ""
+    dry_run: DryRun = False
     actor: Actor = None
 
 
@@ -53,10 +56,12 @@ async def describe(call: Call) -> GroupInfo:
 
 
 async def reset(call: Call) -> GroupInfo:
-    """It goes on from there."""
+    """It goes on from there; after a dry run, the answer is the group as it would be."""
     body: Reset = call.body
     where = place("to", body.to, call.now_us)
-    request = ask.ResetGroup(call.path["name"], where, body.topic, body.actor or "")
+    request = ask.ResetGroup(
+        call.path["name"], where, body.topic, body.actor or "", body.confirm, body.dry_run
+    )
     group: GroupInfo = await call.ask(request)
     return group
 
@@ -64,16 +69,15 @@ async def reset(call: Call) -> GroupInfo:
 async def delete(call: Call) -> Deleted:
     """Its place is forgotten, the events stay."""
     name, wanted = call.path["name"], call.query
-    require_word("DELETE", wanted.confirm, f"makes the group {name} forget its place")
-    await call.ask(ask.DeleteGroup(name, wanted.actor or ""))
-    return Deleted(name)
+    request = ask.DeleteGroup(name, wanted.actor or "", wanted.confirm, wanted.dry_run)
+    return deleted(name, await call.ask(request))
 
 
 ENDPOINTS = (
     Endpoint("GET", PATH, "List the groups and how far each lags behind.", list_groups,
              Page[GroupInfo], ask.ListGroups, query=Paging),
     Endpoint("POST", f"{PATH}/{{name:path}}/reset", "Move a group to another place.", reset,
-             GroupInfo, ask.ResetGroup, body=Reset),
+             GroupInfo, ask.ResetGroup, body=Reset, confirms="RESET"),
     Endpoint("GET", f"{PATH}/{{name:path}}", "Show a group and where it stands.", describe,
              GroupInfo, ask.DescribeGroup),
     Endpoint("DELETE", f"{PATH}/{{name:path}}", "Delete a group: its place is forgotten.", delete,

@@ -17,10 +17,11 @@ class Health(msgspec.Struct, frozen=True):
     alive: bool
 
 
-class Readiness(msgspec.Struct, frozen=True):
-    """Whether clients may come: not while starting, not while draining."""
+class Readiness(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Whether a client that comes now can publish; if not, why."""
 
     ready: bool
+    reasons: list[str] = []
 
 
 async def health(call: Call) -> Health:
@@ -30,11 +31,11 @@ async def health(call: Call) -> Health:
 
 async def readiness(call: Call) -> Any:
     """For load balancers and rolling restarts."""
-    ready = call.surface.ready()
-    return Readiness(True) if ready else Answered(UNAVAILABLE, Readiness(False))
+    reasons = call.surface.obstacles()
+    return Answered(UNAVAILABLE, Readiness(False, reasons)) if reasons else Readiness(True)
 
 
 ENDPOINTS = (
     Endpoint("GET", "/health", "Whether the broker is alive.", health, Health),
-    Endpoint("GET", "/ready", "Whether the broker serves clients.", readiness, Readiness),
+    Endpoint("GET", "/ready", "Whether a client that comes now can publish.", readiness, Readiness),
 )

@@ -9,10 +9,13 @@ from msgspec import Meta
 
 from penstock.core.catalogue import Route, RouteType
 from penstock.engines import request as ask
+from penstock.engines.views import Effect
 from penstock.server.admin_endpoint import (
     Actor,
     Body,
     Call,
+    Confirm,
+    DryRun,
     Endpoint,
     Page,
     Paging,
@@ -49,6 +52,8 @@ class PairQuery(Query, frozen=True):
 
     pattern: Text
     destination: Text
+    confirm: Confirm = ""
+    dry_run: DryRun = False
     actor: Actor = None
 
 
@@ -65,6 +70,16 @@ class RouteDone(msgspec.Struct, frozen=True):
     done: str
     pattern: str
     destination: str
+
+
+class RouteRemoved(msgspec.Struct, frozen=True):
+    """A route that is gone, or would be."""
+
+    done: str | None
+    """`removed`; null after a dry run."""
+    pattern: str
+    destination: str
+    effect: Effect
 
 
 class Resolved(msgspec.Struct, frozen=True):
@@ -89,11 +104,16 @@ async def put(call: Call) -> Route:
     return route
 
 
-async def remove(call: Call) -> RouteDone:
+async def remove(call: Call) -> RouteRemoved:
     """Gone from the catalogue."""
     wanted: PairQuery = call.query
-    await call.ask(ask.RemoveRoute(wanted.pattern, wanted.destination, wanted.actor or ""))
-    return RouteDone("removed", wanted.pattern, wanted.destination)
+    effect: Effect = await call.ask(
+        ask.RemoveRoute(
+            wanted.pattern, wanted.destination, wanted.actor or "", wanted.confirm, wanted.dry_run
+        )
+    )
+    done = "removed" if effect.done else None
+    return RouteRemoved(done, wanted.pattern, wanted.destination, effect)
 
 
 async def enable(call: Call) -> RouteDone:
@@ -122,8 +142,8 @@ ENDPOINTS = (
     Endpoint("GET", PATH, "List the routes.", list_routes, Page[Route], ask.ListRoutes,
              query=Paging),
     Endpoint("PUT", PATH, "Add or replace a route.", put, Route, ask.PutRoute, body=RoutePut),
-    Endpoint("DELETE", PATH, "Remove a route.", remove, RouteDone, ask.RemoveRoute,
-             query=PairQuery),
+    Endpoint("DELETE", PATH, "Remove a route.", remove, RouteRemoved, ask.RemoveRoute,
+             query=PairQuery, confirms="REMOVE"),
     Endpoint("POST", f"{PATH}/enable", "Use a route again.", enable, RouteDone, ask.SwitchRoute,
              body=Pair),
     Endpoint("POST", f"{PATH}/disable", "Keep a route without using it.", disable, RouteDone,

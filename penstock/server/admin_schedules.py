@@ -16,11 +16,12 @@ from penstock.server.admin_endpoint import (
     Body,
     Call,
     Deleted,
+    Deleting,
     Endpoint,
     Page,
     Paging,
-    Query,
     Text,
+    deleted,
     page,
 )
 from penstock.server.admin_payload import Base64, text_or_base64
@@ -38,12 +39,6 @@ class SchedulePut(Body, frozen=True):
     base64: Annotated[bytes | None, Meta(description="The payload as it is.")] = None
     codec: Annotated[str | None, Meta(description="media.codec, or raw for base64.")] = None
     headers: dict[str, str] = {}
-    actor: Actor = None
-
-
-class Removing(Query, frozen=True):
-    """Who removes it."""
-
     actor: Actor = None
 
 
@@ -95,8 +90,10 @@ async def put(call: Call) -> ScheduleView:
 
 async def remove(call: Call) -> Deleted:
     """It is not published any more."""
-    await call.ask(ask.RemoveSchedule(call.path["id"], call.query.actor or ""))
-    return Deleted(call.path["id"])
+    wanted: Deleting = call.query
+    id = call.path["id"]
+    request = ask.RemoveSchedule(id, wanted.actor or "", wanted.confirm, wanted.dry_run)
+    return deleted(id, await call.ask(request))
 
 
 ENDPOINTS = (
@@ -105,5 +102,5 @@ ENDPOINTS = (
     Endpoint("PUT", f"{PATH}/{{id:path}}", "Publish something again and again.", put, ScheduleView,
              ask.PutSchedule, body=SchedulePut),
     Endpoint("DELETE", f"{PATH}/{{id:path}}", "Remove a recurring event.", remove, Deleted,
-             ask.RemoveSchedule, query=Removing),
+             ask.RemoveSchedule, query=Deleting, confirms="REMOVE"),
 )  # fmt: skip

@@ -22,8 +22,8 @@ from penstock.server.admin_endpoint import (
     Page,
     Paging,
     Text,
+    deleted,
     page,
-    require_word,
 )
 
 PATH = "/api/admin/topics"
@@ -105,9 +105,8 @@ async def configure(call: Call) -> TopicView:
 async def delete(call: Call) -> Deleted:
     """With all its events; refused inside write-once retention."""
     name, wanted = call.path["name"], call.query
-    require_word("DELETE", wanted.confirm, f"deletes the topic {name} and every event in it")
-    await call.ask(ask.DeleteTopic(name, wanted.actor or ""))
-    return Deleted(name)
+    request = ask.DeleteTopic(name, wanted.actor or "", wanted.confirm, wanted.dry_run)
+    return deleted(name, await call.ask(request))
 
 
 ENDPOINTS = (

@@ -7,13 +7,15 @@ docs/guide/security.md tells the whole model.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import ipaddress
 import math
 import re
 import time
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -53,6 +55,50 @@ class _Claims(msgspec.Struct, frozen=True):
     nbf: float = 0.0
 
 
+class Keys(NamedTuple):
+    """What opens the door: several of each are valid at once, so that they can be changed one by one."""
+
+    admin_tokens: tuple[str, ...]
+    secrets: tuple[str, ...]
+    """Of tokens that name a tenant; the first signs new ones."""
+
+
+def keys_of(auth: Auth) -> Keys:
+    """The keys that settings name, read from their files now; raises InvalidSettings."""
+    secrets = _listed("jwt_secret", auth.jwt_secret, auth.jwt_secret_file)
+    for secret in secrets:
+        if len(secret.encode()) < MIN_SECRET_BYTES:
+            raise InvalidSettings(
+                f"auth.jwt_secret has {len(secret.encode())} bytes and needs "
+                f"{MIN_SECRET_BYTES}: a shorter one can be guessed from any token. Make one with "
+                "`openssl rand -hex 32`",
+                key="auth.jwt_secret",
+            )
+    return Keys(_listed("admin_token", auth.admin_token, auth.admin_token_file), secrets)
+
+
+def _listed(name: str, value: str, path: str) -> tuple[str, ...]:
+    """The lines of a file, without empty ones and comments, then the value of the setting."""
+    lines: list[str] = []
+    if path:
+        try:
+            lines = [line.strip() for line in Path(path).read_text().splitlines()]
+        except (OSError, ValueError) as error:
+            raise InvalidSettings(
+                f"auth.{name}_file cannot be read: {error}. Name a text file with one key a line, "
+                "which the broker's user can read",
+                key=f"auth.{name}_file",
+            ) from None
+        lines = [line for line in lines if line and not line.startswith("#")]
+        if not lines:
+            raise InvalidSettings(
+                f"auth.{name}_file {path!r} holds no key, and everybody would be locked out. Put one "
+                "on a line of its own",
+                key=f"auth.{name}_file",
+            )
+    return (*dict.fromkeys([*lines, *([value] if value else [])]),)
+
+
 class Doorkeeper:
     """Tells who a caller is, and makes the tokens by which it knows.
 
@@ -61,20 +107,28 @@ class Doorkeeper:
     """
 
     def __init__(self, auth: Auth, wall_s: Callable[[], float] = time.time) -> None:
-        if auth.jwt_secret and len(auth.jwt_secret.encode()) < MIN_SECRET_BYTES:
-            raise InvalidSettings(
-                f"auth.jwt_secret has {len(auth.jwt_secret.encode())} bytes and needs "
-                f"{MIN_SECRET_BYTES}: a shorter one can be guessed from any token. Make one with "
-                "`openssl rand -hex 32`",
-                key="auth.jwt_secret",
-            )
-        self._auth = auth
+        self.keys = keys_of(auth)
         self._wall_s = wall_s
 
     @property
     def asks(self) -> bool:
         """Whether everybody must show a token."""
-        return bool(self._auth.admin_token or self._auth.jwt_secret)
+        return any(self.keys)
+
+    def check_change(self, keys: Keys) -> None:
+        """Raise InvalidSettings when new keys would let everybody in, or ask who was trusted before."""
+        if any(keys) != self.asks:
+            raise InvalidSettings(
+                "whether a token is asked for cannot change while the broker runs: set or remove the "
+                "keys of auth, and restart it",
+                key="auth",
+            )
+
+    def change(self, keys: Keys) -> bool:
+        """Take other keys from now on; False when they are the same. Connections that are there stay."""
+        self.check_change(keys)
+        before, self.keys = self.keys, keys
+        return keys != before
 
     def identify(self, token: str, tenant: str, subject: str, *, loopback: bool) -> Identity:
         """Who shows this token; raises NotAuthenticated, or AccessDenied for another tenant's."""
@@ -85,10 +139,12 @@ class Doorkeeper:
                 "a token is needed here: send it as X-Admin-Token or Authorization: Bearer over "
                 "HTTP, as client.token over the wire. `penstock token create` makes one"
             )
-        shown, admin = _bytes(token), _bytes(self._auth.admin_token)
-        if admin and hmac.compare_digest(shown, admin):
+        shown = _bytes(token)
+        # Each is compared, so that the time tells nothing about which one it was.
+        found = [hmac.compare_digest(shown, _bytes(admin)) for admin in self.keys.admin_tokens]
+        if any(found):
             return _named(tenant or "default", subject or "admin", (ADMIN,))
-        if not self._auth.jwt_secret:
+        if not self.keys.secrets:
             raise NotAuthenticated("that is not the admin token; nothing was done. See auth.admin_token")  # fmt: skip
         return self._identify_bearer(token, tenant)
 
@@ -118,14 +174,10 @@ class Doorkeeper:
         if len(token) > MAX_TOKEN_BYTES:
             raise NotAuthenticated(f"the token has {len(token)} characters, which none of ours has")
         try:
-            found = jwt.decode(
-                token,
-                self._auth.jwt_secret,
-                algorithms=[ALGORITHM],
-                # Times are checked against the clock given to us, claims by their types below.
-                options={"verify_exp": False, "verify_nbf": False, "verify_iat": False},
-            )
-            return msgspec.convert(found, _Claims)
+            for secret in self.keys.secrets:
+                with contextlib.suppress(jwt.InvalidSignatureError):
+                    return msgspec.convert(_decoded(jwt, token, secret), _Claims)
+            raise jwt.InvalidSignatureError
         except jwt.InvalidSignatureError:
             raise NotAuthenticated(
                 f"the token is not signed with this broker's auth.jwt_secret; {_REMEDY} there"
@@ -144,7 +196,7 @@ class Doorkeeper:
     def issue(self, tenant: str, subject: str, roles: Sequence[str], ttl_s: float) -> str:
         """A token that `identify` takes for the next `ttl_s` seconds."""
         jwt = _pyjwt()
-        if not self._auth.jwt_secret:
+        if not self.keys.secrets:
             raise InvalidSettings(
                 "auth.jwt_secret is not set, so there is nothing to sign tokens with. Make one with "
                 "`openssl rand -hex 32` and give it to the broker too",
@@ -170,7 +222,7 @@ class Doorkeeper:
             "iat": int(now_s),
             "exp": math.ceil(now_s + ttl_s),
         }
-        return str(jwt.encode(claims, self._auth.jwt_secret, algorithm=ALGORITHM))
+        return str(jwt.encode(claims, self.keys.secrets[0], algorithm=ALGORITHM))
 
 
 def check_listen(address: str, auth: Auth, key: str = "") -> None:
@@ -181,7 +233,7 @@ def check_listen(address: str, auth: Auth, key: str = "") -> None:
     Traceback (most recent call last):
     penstock.model.errors.InvalidSettings: 0.0.0.0:5558 can be reached from other hosts, ...
     """
-    if not address or auth.admin_token or auth.jwt_secret:
+    if not address or auth.asks:
         return
     host = address.rpartition(":")[0].strip("[]")
     if not is_loopback(host):
@@ -230,6 +282,16 @@ def _named(tenant: str, subject: str, roles: tuple[str, ...]) -> Identity:
             f"a subject has 1 to {MAX_SUBJECT_CHARACTERS} printable characters", tenant=tenant
         )
     return Identity(tenant, subject, roles)
+
+
+def _decoded(jwt: Any, token: str, secret: str) -> Any:
+    return jwt.decode(
+        token,
+        secret,
+        algorithms=[ALGORITHM],
+        # Times are checked against the clock given to us, claims by their types.
+        options={"verify_exp": False, "verify_nbf": False, "verify_iat": False},
+    )
 
 
 def _bytes(token: str) -> bytes:

@@ -111,11 +111,16 @@ class Broker:
         if self.draining:
             raise BusClosed("the broker is stopping; connect again in a moment")
         if len(self.connections) >= self._settings.max_connections:
-            raise Deferred(
+            full = Deferred(
                 f"{self._settings.max_connections} clients are connected; try again later, or raise "
                 "server.max_connections",
+                limit="max_connections",
+                setting="server.max_connections",
+                value=self._settings.max_connections,
                 retry_after_s=5.0,
             )
+            self.tally.rejected(full, "")
+            raise full
         connection = Connection(self, link)
         self.connections.add(connection)
         self.tally.connection(1)

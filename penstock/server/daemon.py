@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Coroutine
 from pathlib import Path
@@ -12,7 +13,9 @@ from penstock.bus import tracing
 from penstock.engines.embedded import EmbeddedEngine
 from penstock.engines.runtime import Runtime
 from penstock.log.disk import RealDisk
+from penstock.model.errors import DiskFull
 from penstock.model.settings import Settings
+from penstock.server import descriptors
 from penstock.server.admin_endpoint import Surface
 from penstock.server.auth import Doorkeeper
 from penstock.server.broker import Broker
@@ -22,6 +25,7 @@ from penstock.server.metrics import Metrics, metrics_routes
 from penstock.server.metrics_counters import Counters
 from penstock.server.ports import parse_address
 from penstock.server.pressure import Gauge, pressure_routes
+from penstock.server.readiness import obstacles
 from penstock.server.reload import broker_settings
 from penstock.server.tcp import TcpServer
 from penstock.server.troubles import Troubles
@@ -35,7 +39,12 @@ class Daemon:
 
     def __init__(self, folder: str | Path, settings: Settings) -> None:
         self.folder = Path(folder)
-        self.settings = broker_settings(settings)
+        self.settings, self._room = descriptors.within_limit(broker_settings(settings))
+        if self.settings.server.max_connections < settings.server.max_connections:
+            log.warning(
+                "open files leave room for fewer clients",
+                extra={"clients": self._room, "allowed": settings.server.max_connections},
+            )
         self.ports: dict[str, int] = {}
         self.ready = False
         # Its loop never waits for a sync: a disk that hangs must not keep a broker from saying so.
@@ -59,6 +68,8 @@ class Daemon:
             tracing.configure(telemetry.otlp_endpoint, "penstock", telemetry.sample_ratio)
         await self.engine.open()
         try:
+            with contextlib.suppress(DiskFull):  # `/ready` says so; what is there can be read
+                await self.engine.flush()  # looks for room for the first journal file
             self.broker.start()
             self._run_beside(Troubles().watch(self.engine), "penstock-troubles")
             server = self.settings.server
@@ -84,7 +95,7 @@ class Daemon:
         metrics = Metrics(self.engine, self.counters, gauge, self.broker.fastpath)
         surface = Surface(
             self.engine, self.settings, self.doorkeeper,
-            ready=lambda: self.ready and not self.broker.draining,
+            obstacles=self.obstacles,
             ask=self.broker.ask,
         )  # fmt: skip
         app = build_app(surface, [*metrics_routes(metrics.collect), *pressure_routes(gauge.read)])
@@ -95,6 +106,15 @@ class Daemon:
             tls_client_ca=server.tls_client_ca,
         )  # fmt: skip
         return await self._http.start()
+
+    def obstacles(self) -> list[str]:
+        """What keeps a client that comes now from publishing."""
+        if not self.ready or self.broker.draining:
+            return ["draining" if self.broker.draining else "starting"]
+        return obstacles(
+            self.engine, clients=len(self.broker.connections),
+            most_clients=self.settings.server.max_connections, room=self._room,
+        )  # fmt: skip
 
     def _run_beside(self, work: Coroutine[Any, Any, None], name: str) -> None:
         self._beside.append(asyncio.create_task(work, name=name))

@@ -17,7 +17,13 @@ from penstock.engines.engine import Draft, Request, Stretch
 from penstock.engines.engine import Subscribe as Wanted
 from penstock.engines.request import ExportAudit, PutSchedule
 from penstock.model.batch import EventBatch, check_columns
-from penstock.model.errors import AccessDenied, InvalidBatch, InvalidHeaders, InvalidInput
+from penstock.model.errors import (
+    AccessDenied,
+    InvalidBatch,
+    InvalidHeaders,
+    InvalidInput,
+    over_limit,
+)
 from penstock.model.event import Identity
 from penstock.model.parameter import MAX_NAME_CHARACTERS, checked, text
 from penstock.model.role import ADMIN
@@ -193,10 +199,9 @@ def check_join(engine: EmbeddedEngine, identity: Identity, group: str) -> None:
 
 def _from_lists(meta: DraftMeta, tenant: str, limits: Limits) -> Draft:
     draft = Draft(meta.topic, meta.payloads, tenant=tenant, codec=meta.codec)
-    if not 0 < draft.count <= limits.max_batch_events:
-        raise InvalidInput(
-            f"{draft.count} events in one draft; 1 to {limits.max_batch_events} are allowed"
-        )
+    if not draft.count:
+        raise InvalidInput("a draft has at least one event; nothing was stored")
+    _check_count(draft.count, limits)
     for name in ("keys", "headers", "tokens", "times_us", "expires_us", "priority"):
         column = getattr(meta, name)
         if column is not None and len(column) != draft.count:
@@ -225,8 +230,7 @@ def _check_batch(batch: EventBatch, meta: DraftMeta, limits: Limits) -> None:
         raise InvalidBatch(f"a batch of {batch.topic!r} came with a draft for {meta.topic!r}")
     if batch.side_bytes or batch.append_times is not None:
         raise InvalidBatch("a batch to publish has neither side files nor append times")
-    if batch.count > limits.max_batch_events:
-        raise InvalidInput(f"{batch.count} events in one draft, {limits.max_batch_events} allowed")
+    _check_count(batch.count, limits)
     check_columns(batch)
     if batch.key_column is not None and batch.key_column.largest() > limits.max_key_bytes:
         raise _long_key(batch.key_column.largest(), limits)
@@ -240,13 +244,22 @@ def _check_batch(batch: EventBatch, meta: DraftMeta, limits: Limits) -> None:
         _check_headers(int(np.diff(ends).max()), int(np.max(sizes)), limits)
 
 
+def _check_count(count: int, limits: Limits) -> None:
+    if count > limits.max_batch_events:
+        most, found = limits.max_batch_events, f"a batch of {count} events"
+        raise over_limit(InvalidBatch, "max_batch_events", most, found, "Publish it in parts")
+
+
 def _check_headers(count: int, size: int, limits: Limits) -> None:
-    if count > limits.max_headers or size > limits.max_headers_bytes:
-        raise InvalidHeaders(
-            f"an event has {count} headers of {size} bytes; {limits.max_headers} of "
-            f"{limits.max_headers_bytes} bytes together are allowed"
-        )
+    for name, value, found in (
+        ("max_headers", count, f"an event with {count} headers"),
+        ("max_headers_bytes", size, f"an event with {size} bytes of headers"),
+    ):
+        if value > getattr(limits, name):
+            most, advice = getattr(limits, name), "Put the rest into the payload"
+            raise over_limit(InvalidHeaders, name, most, found, advice)
 
 
 def _long_key(size: int, limits: Limits) -> InvalidInput:
-    return InvalidInput(f"a key of {size} bytes is over the limit of {limits.max_key_bytes}")
+    most, found = limits.max_key_bytes, f"a key of {size} bytes"
+    return over_limit(InvalidInput, "max_key_bytes", most, found, "Shorten it")

@@ -124,6 +124,13 @@ class Metrics:
             yield "penstock_group_waiting_seconds", (label,), each.waiting_s
             yield "penstock_group_members", (label,), each.members
         yield "penstock_groups", (), len(known)
+        lost: dict[tuple[str, str], int] = {}
+        for name, losses in self._engine.unread.lost.items():
+            for (topic, _), events in losses.items():
+                key = self._counters.labels.group_topic(name, topic)
+                lost[key] = lost.get(key, 0) + events
+        for key, events in lost.items():
+            yield "penstock_group_lost_events_total", key, events
 
     def _clients(self) -> Iterator[Sample]:
         engine, counters = self._engine, self._counters
@@ -186,6 +193,7 @@ def _together(one: Standing, other: Standing) -> Standing:
         one.members + other.members,
         one.held + other.held,
         one.credit + other.credit,
+        lost=one.lost + other.lost,
     )
 
 

@@ -59,7 +59,7 @@ SECTIONS: dict[str, tuple[Family, ...]] = {
         _counter("penstock_commit_seconds_total", "Time spent writing and syncing commits."),
     ),
     "Refusals and failures": (
-        _counter("penstock_refused_publishes_total", "Publishes and replays that were refused, and the limit that was reached. `deferred` and `throttled` are back-pressure; `dropped` never fits.", "kind", "limit", "tenant"),
+        _counter("penstock_refused_publishes_total", "Publishes, replays and connections that were refused, and the limit that was reached. `deferred` and `throttled` are back-pressure; `dropped` never fits. Of a connection no tenant is known.", "kind", "limit", "tenant"),
         _counter("penstock_backpressure_total", "Times that deliveries to a client were stopped, and why: its `send-buffer` was full, or the `fan-out` had no room for a batch and left it out.", "reason"),
         _counter("penstock_fastpath_total", "Large payloads and frames whose work was `taken` off the broker's loop, or had `fallen-back` to it because all threads were busy.", "outcome"),
         _counter("penstock_failed_deliveries_total", "Deliveries that were `nacked`, `expired`, `returned` by a consumer that left, or `rejected`. All but the last are tried again until attempts run out: the retry rate.", "cause"),
@@ -67,13 +67,14 @@ SECTIONS: dict[str, tuple[Family, ...]] = {
         _counter("penstock_dead_letters_replayed_total", "Dead letters given back to their consumer.", *PAIR),
         _gauge("penstock_dead_letters_kept", "Dead letters in the view."),
         _counter("penstock_frame_errors_total", "Requests that were answered with an error, and what was no frame.", "code"),
-        _gauge("penstock_problem", "1 while something is wrong: the `writer` failed, `housekeeping` or the `audit` chain did, or the `disk` is full.", "part"),
+        _gauge("penstock_problem", "1 while something is wrong: the `writer` failed, `housekeeping` or the `audit` chain did, the `disk` is full, or write-once topics are at a size limit of `retention`.", "part"),
     ),
     "Groups": (
-        _gauge("penstock_group_lag_events", "Events a group has still to settle.", "group"),
+        _gauge("penstock_group_lag_events", "Events a group has still to settle and can still read.", "group"),
         _gauge("penstock_group_outstanding_events", "Those of them handed out or between two attempts.", "group"),
         _gauge("penstock_group_oldest_seconds", "Age of the oldest event that is not settled: the queue's age.", "group"),
         _gauge("penstock_group_waiting_seconds", "Age of the oldest event that was never handed out.", "group"),
+        _counter("penstock_group_lost_events_total", "Events that retention deleted before the group had read them.", "group", "topic"),
         _gauge("penstock_group_members", "Consumers in the group.", "group"),
     ),
     "Clients": (

@@ -22,7 +22,7 @@ MAX_GROUPS = 100
 one target; a hundred names in each of some twenty families stay within that."""
 
 MAX_PAIRS = 200
-"""Tenants and topics together: a hundred of each could be ten thousand pairs."""
+"""Tenants and topics together, or groups and topics: a hundred of each could be ten thousand pairs."""
 
 MAX_WORDS = 128
 """Kinds, limits, codes, reasons: there are about seventy in the code; a bug must not make more."""
@@ -65,6 +65,7 @@ class Labels:
         self._groups = Names(MAX_GROUPS)
         self._words = Names(MAX_WORDS)
         self._pairs: set[tuple[str, str]] = set()
+        self._read: set[tuple[str, str]] = set()
 
     def tenant(self, name: str) -> str:
         """The label of a tenant."""
@@ -80,13 +81,23 @@ class Labels:
 
     def pair(self, tenant: str, topic: str) -> tuple[str, str]:
         """The labels of a tenant and a topic."""
-        pair = self._tenants.label(tenant), self._topics.label(family(topic))
-        if pair in self._pairs:
-            return pair
-        if len(self._pairs) >= MAX_PAIRS:
-            return pair[0], OTHER
-        self._pairs.add(pair)
+        return _bounded(
+            self._pairs, (self._tenants.label(tenant), self._topics.label(family(topic)))
+        )
+
+    def group_topic(self, group: str, topic: str) -> tuple[str, str]:
+        """The labels of a group and a topic that it reads."""
+        return _bounded(self._read, (self.group(group), self._topics.label(family(topic))))
+
+
+def _bounded(known: set[tuple[str, str]], pair: tuple[str, str]) -> tuple[str, str]:
+    """A pair of labels while there is room for new pairs; then the second is "other"."""
+    if pair in known:
         return pair
+    if len(known) >= MAX_PAIRS:
+        return pair[0], OTHER
+    known.add(pair)
+    return pair
 
 
 def family(name: str) -> str:

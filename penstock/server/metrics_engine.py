@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from itertools import chain
 from typing import NamedTuple
 
 import msgspec
 
 from penstock.core.delivery import QueueGroup
-from penstock.core.lease import OUT, Run
+from penstock.core.lease import OUT
 from penstock.core.quota import Bucket
 from penstock.core.state import Place
 from penstock.engines.embedded import EmbeddedEngine
+from penstock.engines.unread import lag_behind, unreadable
 from penstock.log.eventlog import EventLog
 from penstock.log.segment import Range, SegmentInfo
 from penstock.server.metrics_counters import OTHER, Labels
@@ -40,6 +40,8 @@ class Standing(msgspec.Struct):
     credit: int
     """Events the members offered to hold."""
     mode: str = "queue"
+    lost: int = 0
+    """Events that retention deleted before the group had read them, since the broker started."""
 
 
 class Owed(NamedTuple):
@@ -53,7 +55,11 @@ class Owed(NamedTuple):
 def standings(engine: EmbeddedEngine) -> dict[str, Standing]:
     """How every group is doing now."""
     now_us = engine.runtime.wall_us()
-    return {name: _standing(engine, name, now_us) for name in engine.state.groups}
+    found = {name: _standing(engine, name, now_us) for name in engine.state.groups}
+    for name, losses in engine.unread.lost.items():
+        if name in found:
+            found[name].lost = sum(losses.values())
+    return found
 
 
 def _standing(engine: EmbeddedEngine, name: str, now_us: int) -> Standing:
@@ -62,11 +68,11 @@ def _standing(engine: EmbeddedEngine, name: str, now_us: int) -> Standing:
         return _queue_standing(engine.log, machine, now_us)
     cursors = engine.state.groups[name].cursors
     lag, since_us = 0, None
-    for (topic, partition), cursor in cursors.items():
-        behind = engine.log.partition(topic, partition).end - cursor
+    for place, cursor in cursors.items():
+        _, behind = lag_behind(engine.log, place, cursor)
         if behind > 0:
             lag += behind
-            since_us = _earlier(since_us, appended_us(engine.log, (topic, partition), cursor))
+            since_us = _earlier(since_us, appended_us(engine.log, place, cursor))
     age_s = _age_s(since_us, now_us)
     readers = engine.groups.logs[name].readers if name in engine.groups.logs else {}
     return Standing(lag, 0, age_s, age_s, len(readers), 0, 0, "log")
@@ -74,7 +80,7 @@ def _standing(engine: EmbeddedEngine, name: str, now_us: int) -> Standing:
 
 def _queue_standing(log: EventLog, machine: QueueGroup, now_us: int) -> Standing:
     owed = owed_by(machine)
-    lag = owed.events
+    lag = owed.events - sum(unreadable(log, machine).values())
     waiting_us = oldest_us = None
     for place, lane in machine.lanes.items():
         if lane.cursor < lane.end:
@@ -105,24 +111,10 @@ def owed_by(machine: QueueGroup) -> Owed:
         _lower(
             lowest, (lease.lane.topic, lease.lane.partition), lease.start + lease.states.find(OUT)
         )
-    for run in _runs_between_attempts(machine):
+    for run in machine.waiting():
         events += run.count
         _lower(lowest, (run.lane.topic, run.lane.partition), run.start)
     return Owed(events, lowest)
-
-
-def _runs_between_attempts(machine: QueueGroup) -> Iterator[Run]:
-    for lane, offset in machine._dying:
-        yield Run(lane, offset, 1, 0)
-    gate = machine._gate
-    yield from chain(
-        machine._ready,
-        machine._unseen,
-        machine._priorities.waiting(),
-        () if gate is None else gate.waiting(),
-        () if machine.starved is None else (machine.starved,),
-        (run for _, _, run in machine._retries),
-    )
 
 
 def _lower(lowest: dict[Place, int], place: Place, offset: int) -> None:
@@ -213,8 +205,8 @@ def saturation(engine: EmbeddedEngine) -> dict[str, float]:
 
 
 def disk_full(engine: EmbeddedEngine) -> bool:
-    """Whether publishes are refused for want of room on the disk or under a write-once limit."""
-    return engine.commits._full is not None or engine.housekeeper.shortage_bytes > 0
+    """Whether publishes are refused for want of room on the disk."""
+    return engine.commits._full is not None
 
 
 def pending_bytes(engine: EmbeddedEngine) -> int:

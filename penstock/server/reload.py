@@ -1,8 +1,8 @@
-"""Reload: new admission limits while the broker runs, from the file it was started with.
+"""Reload: new admission limits and keys while the broker runs, from the files it was started with.
 
-A broker reads its settings file again on SIGHUP and when the file changes. Admission limits take
-effect at once; every other setting waits for a restart, and the log says which ones do. A file with
-a mistake changes nothing.
+A broker reads its settings file, and the files with its keys, again on SIGHUP and when one of them
+changes. Admission limits and the keys of `auth` take effect at once; every other setting waits for a
+restart, and the log says which ones do. A file with a mistake changes nothing.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import msgspec
 
 from penstock.core.quota import AdmissionLimits
 from penstock.model.errors import PenstockError
+from penstock.server.auth import Doorkeeper, Keys, keys_of
 
 if TYPE_CHECKING:
     from penstock.core.admission import Admission
+    from penstock.model.server_settings import Auth
     from penstock.model.settings import Settings
 
 log = logging.getLogger("penstock.server.reload")
@@ -36,7 +38,7 @@ KEPT = "the limits in force"
 SECRETS = frozenset({"auth", "curve_secret_key"})
 """Words in a name whose value is not written to a log."""
 
-Stamp = tuple[int, int, int]
+Stamp = tuple[tuple[int, int, int] | None, ...]
 
 
 def broker_settings(settings: Settings) -> Settings:
@@ -63,7 +65,7 @@ def limits_of(settings: Settings) -> AdmissionLimits:
 
 
 class Reloader:
-    """Puts what a settings file says about admission in force, again and again."""
+    """Puts what a settings file says about admission, and keys, in force, again and again."""
 
     def __init__(
         self,
@@ -71,6 +73,7 @@ class Reloader:
         settings: Settings,
         load: Callable[[], Settings],
         path: str | Path | None,
+        doorkeeper: Doorkeeper | None = None,
     ) -> None:
         self.settings = settings
         """What is in force for admission, and what the rest would be after a restart."""
@@ -78,6 +81,7 @@ class Reloader:
         self._started = settings
         self._load = load
         self._path = None if path is None else Path(path)
+        self._doorkeeper = doorkeeper
         self._wake = asyncio.Event()
         self._loaded = self._stamp()
 
@@ -114,7 +118,10 @@ class Reloader:
         try:
             settings = broker_settings(await asyncio.to_thread(self._load))
             limits = limits_of(settings)
+            renewed = await self._keys(settings.auth)
             self._admission.reload(limits)
+            if renewed is not None and self._doorkeeper is not None:
+                self._tell_of_keys(about, self._doorkeeper.change(renewed), renewed)
         except (PenstockError, OSError, ValueError) as error:
             log.error("reload refused", extra={**about, "problem": str(error), "kept": KEPT})
             return False
@@ -127,6 +134,20 @@ class Reloader:
         self.settings = settings
         return True
 
+    async def _keys(self, auth: Auth) -> Keys | None:
+        """The keys that settings name now, if they may take the place of those in force."""
+        if self._doorkeeper is None:
+            return None
+        keys = await asyncio.to_thread(keys_of, auth)
+        self._doorkeeper.check_change(keys)
+        return keys
+
+    @staticmethod
+    def _tell_of_keys(about: dict[str, str], changed: bool, keys: Keys) -> None:
+        if changed:
+            count = {"admin_tokens": len(keys.admin_tokens), "jwt_secrets": len(keys.secrets)}
+            log.info("keys changed", extra={**about, **count})
+
     def _report(self, about: dict[str, str], settings: Settings) -> None:
         changed = changes(self.settings, settings)
         now = {key: pair for key, pair in changed.items() if key.startswith("admission.")}
@@ -135,18 +156,28 @@ class Reloader:
             log.info("limits changed", extra={**about, "count": len(now), "changes": named})
         else:
             log.info("limits unchanged", extra=about)
-        later = [key for key in changes(self._started, settings) if not key.startswith("admission.")]  # fmt: skip
+        at_once = ("admission.",) if self._doorkeeper is None else ("admission.", "auth.")
+        later = [key for key in changes(self._started, settings) if not key.startswith(at_once)]
         if later:
             fields = {"count": len(later), "settings": later[:MAX_NAMED]}
             log.warning("settings wait for a restart", extra=fields)
 
     def _stamp(self) -> Stamp | None:
-        """What tells one content of the file from the next; None when there is no file."""
-        try:
-            status = None if self._path is None else self._path.stat()
-        except OSError:
-            status = None
-        return None if status is None else (status.st_mtime_ns, status.st_size, status.st_ino)
+        """What tells one content of the files from the next; None when there is no settings file."""
+        auth = self.settings.auth
+        keys = [Path(name) for name in (auth.admin_token_file, auth.jwt_secret_file) if name]
+        main = None if self._path is None else _stamp_of(self._path)
+        if main is None and (self._path is not None or not keys):
+            return None
+        return (main, *map(_stamp_of, keys))
+
+
+def _stamp_of(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def changes(before: Settings, after: Settings) -> dict[str, tuple[Any, Any]]:

@@ -186,7 +186,7 @@ class Storing:
                 drafts[number] = await self._take_in(meta, frame.parts, size)
             except PenstockError as error:
                 found.faults[number] = to_fault(error)
-                if isinstance(error, Rejected):
+                if isinstance(error, Rejected) or "limit" in error.data:
                     self._refused(error)
         return drafts
 

@@ -8,6 +8,7 @@ import logging
 from penstock.model.errors import InvalidSettings
 from penstock.model.settings import Settings
 from penstock.server.courtesy import Courtesy
+from penstock.server.descriptors import STRANGERS, most_sockets
 from penstock.server.fastpath import FastPath
 from penstock.server.link import Connections
 from penstock.server.log_quota import LogQuota
@@ -20,7 +21,7 @@ log = logging.getLogger("penstock.server.tcp")
 
 BACKLOG = 512
 # Connections that are still shaking hands, beyond server.max_connections.
-MAX_STRANGERS = 256
+MAX_STRANGERS = STRANGERS
 LOOK_AGAIN_S = 0.01
 
 
@@ -42,6 +43,7 @@ class TcpServer:
         self.scratch = bytearray(SCRATCH_BYTES)
         self.refusals = LogQuota(log)
         self._server: asyncio.Server | TlsListener | None = None
+        self._most = most_sockets(settings.server.max_connections, MAX_STRANGERS)
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port, which port 0 leaves to the operating system."""
@@ -86,5 +88,4 @@ class TcpServer:
 
     def _crowded(self, shaking: int) -> bool:
         """The same, beside those who are still shaking hands for TLS."""
-        most = self.settings.server.max_connections + MAX_STRANGERS
-        return len(self.links) + shaking >= most
+        return len(self.links) + shaking >= self._most

@@ -12,7 +12,8 @@ from penstock.server.metrics_engine import disk_full
 log = logging.getLogger("penstock.server")
 
 LOOK_S = 0.5
-PARTS = ("writer", "housekeeping", "disk", "audit")
+PARTS = ("writer", "housekeeping", "disk", "retention", "audit")
+SHOWN_TOPICS = 5
 
 
 def troubles_of(engine: EmbeddedEngine) -> dict[str, str]:
@@ -24,9 +25,24 @@ def troubles_of(engine: EmbeddedEngine) -> dict[str, str]:
         found["housekeeping"] = engine.housekeeper.problem
     if disk_full(engine):
         found["disk"] = "there is no room for more events: publishes are refused, the rest goes on"
+    if full := _full_topics(engine):
+        found["retention"] = full
     if engine.audit.failure is not None:
         found["audit"] = engine.audit.failure
     return found
+
+
+def _full_topics(engine: EmbeddedEngine) -> str:
+    """Which write-once topics take no publishes, and which limit that is; empty for none."""
+    keeper = engine.housekeeper
+    if keeper.shortage_bytes:
+        return (
+            f"write-once keeps {keeper.shortage_bytes} bytes over retention.max_bytes: publishes to "
+            "write-once topics are refused, the rest goes on"
+        )
+    names = sorted(keeper.full_topics)
+    shown = ", ".join(names[:SHOWN_TOPICS]) + (" and more" if names[SHOWN_TOPICS:] else "")
+    return f"write-once topics at their size limit take no publishes: {shown}" if names else ""
 
 
 class Troubles:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from penstock.engines.zmq_library import Context, Socket, zmq
 from penstock.engines.zmq_pump import Monitor
+from penstock.server.descriptors import STRANGERS, most_sockets
 from penstock.server.log_quota import LogQuota
 
 log = logging.getLogger("penstock.server.zmq")
@@ -25,7 +26,7 @@ STRANGER_S = 10.0
 # What a peer may send until then: room for a Hello that resumes a large session.
 STRANGER_BYTES = 1 << 20
 # Connections that are still to be welcomed, beyond server.max_connections.
-MAX_STRANGERS = 256
+MAX_STRANGERS = STRANGERS
 # How often strangers are looked at, while there are any: a flood grows no longer than this.
 STRANGER_LOOK_S = 0.1
 # How often the others are.
@@ -88,7 +89,7 @@ class Peers:
     ) -> None:
         """Without `max_frame_bytes` nobody has to introduce themselves, and nobody is looked at."""
         self._loop = asyncio.get_running_loop()
-        self._max_peers = max_connections + MAX_STRANGERS
+        self._max_peers = most_sockets(max_connections, MAX_STRANGERS)
         self._max_message_bytes = max_frame_bytes
         self._on_gone = on_gone
         self._refusals = LogQuota(log)

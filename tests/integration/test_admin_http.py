@@ -73,7 +73,13 @@ class Site:
         self.engine = EmbeddedEngine(RealDisk(folder), settings)
         self.bus = Bus(self.engine, settings, Identity(), self.engine.capabilities)
         self.doorkeeper = Doorkeeper(settings.auth)
-        surface = Surface(self.engine, settings, self.doorkeeper, lambda: self.ready, self._ask)
+        surface = Surface(
+            self.engine,
+            settings,
+            self.doorkeeper,
+            lambda: [] if self.ready else ["draining"],
+            self._ask,
+        )
 
         async def extra(request: Request) -> PlainTextResponse:
             """Numbers for a scraper."""
@@ -428,7 +434,7 @@ async def test_audit_events(site: Site) -> None:
     async with site.client() as client:
         for name, actor in (("a", "ann"), ("b", "bob")):
             path = f"/api/admin/topics/{name}?confirm=DELETE&actor={actor}"
-            assert done(await client.delete(path)) == {"deleted": name}
+            assert done(await client.delete(path))["deleted"] == name
         path = "/api/admin/audit/events"
         shown = done(await client.get(path))["items"]
         assert shown == as_json(await site.bus.audit.query())
@@ -469,7 +475,8 @@ async def test_topics(site: Site) -> None:
         assert done(await client.get(f"{path}/t"))["events"] == 1
         error_of(await client.get(f"{path}/nosuch"), 404, "notfound.topic")
         error_of(await client.delete(f"{path}/t"), 428, "refused.confirmation")
-        assert done(await client.delete(f"{path}/t?confirm=DELETE")) == {"deleted": "t"}
+        gone = done(await client.delete(f"{path}/t?confirm=DELETE"))
+        assert (gone["deleted"], gone["effect"]["events"]) == ("t", 1)
         assert done(await client.get(path))["items"] == []
         await site.bus.topics.create("kept", write_once=True)
         error_of(await client.delete(f"{path}/kept?confirm=DELETE"), 409, "refused.write-once")
@@ -492,10 +499,12 @@ async def test_groups(site: Site) -> None:
     async with site.client() as client:
         assert done(await client.get(f"{path}/{group}"))["lag"] == 0
         for to, cursor in (("earliest", 0), ("latest", 3), (1, 1), ("2", 2), ("1h", 0)):
-            found = done(await client.post(f"{path}/{group}/reset", json={"to": to}))
+            found = done(
+                await client.post(f"{path}/{group}/reset", json={"to": to, "confirm": "RESET"})
+            )
             assert found["lanes"][0]["cursor"] == cursor, to
-        assert site.asked[-1] == ask.ResetGroup(group, site.asked[-1].to, None, "local")
-        wrong = {"to": "earliest", "topic": "elsewhere"}
+        assert site.asked[-1] == ask.ResetGroup(group, site.asked[-1].to, None, "local", "RESET")
+        wrong = {"to": "earliest", "topic": "elsewhere", "confirm": "RESET"}
         error_of(await client.post(f"{path}/{group}/reset", json=wrong), 400, "invalid")
         error_of(
             await client.post(f"{path}/{group}/reset", json={"to": "soon"}), 400, "invalid.schedule"
@@ -505,7 +514,8 @@ async def test_groups(site: Site) -> None:
         )
         error_of(await client.get(f"{path}/nosuch"), 404, "notfound.group")
         error_of(await client.delete(f"{path}/{group}"), 428, "refused.confirmation")
-        assert done(await client.delete(f"{path}/{group}?confirm=DELETE")) == {"deleted": group}
+        gone = done(await client.delete(f"{path}/{group}?confirm=DELETE"))
+        assert (gone["deleted"], gone["effect"]["groups"][0]["lag_before"]) == (group, 3)
         assert done(await client.get(path))["items"] == []
     operations = [each.operation for each in await site.bus.audit.query(actor="local")]
     assert operations == ["group.reset"] * 5 + ["group.delete"]
@@ -524,8 +534,13 @@ async def test_routes(site: Site) -> None:
         assert done(await client.post(f"{path}/enable", json=pair))["done"] == "enabled"
         error_of(await client.put(path, json=pair | {"pattern": "a.b*"}), 400, "invalid.pattern")
         error_of(await client.put(path, json=pair | {"type": "odd"}), 400, "invalid")
-        assert done(await client.delete(path, params=pair))["done"] == "removed"
-        error_of(await client.delete(path, params=pair), 404, "notfound.route")
+        assert (
+            done(await client.delete(path, params=pair | {"confirm": "REMOVE"}))["done"]
+            == "removed"
+        )
+        error_of(
+            await client.delete(path, params=pair | {"confirm": "REMOVE"}), 404, "notfound.route"
+        )
     assert len(await site.bus.audit.query()) == 4
 
 
@@ -544,7 +559,8 @@ async def test_schedules(site: Site) -> None:
         ):  # fmt: skip
             body = {"topic": "t", "cron": "* * * * *", "value": 1} | change
             error_of(await client.put(f"{path}/bad", json=body), 400, code)
-        assert done(await client.delete(f"{path}/daily/report")) == {"deleted": "daily/report"}
+        gone = done(await client.delete(f"{path}/daily/report?confirm=REMOVE"))
+        assert (gone["deleted"], gone["effect"]["topics"]) == ("daily/report", ["reports"])
         error_of(await client.delete(f"{path}/daily/report"), 404, "notfound.schedule")
 
 
@@ -564,7 +580,7 @@ async def test_health_and_readiness(guarded: Site) -> None:
         assert done(await client.get("/health")) == {"alive": True}
         assert done(await client.get("/ready")) == {"ready": True}
         guarded.ready = False
-        assert done(await client.get("/ready"), 503) == {"ready": False}
+        assert done(await client.get("/ready"), 503) == {"ready": False, "reasons": ["draining"]}
         assert done(await client.get("/health")) == {"alive": True}
         assert (await client.head("/health")).status_code == 200
 
@@ -703,8 +719,12 @@ async def test_a_tenant_touches_its_own(guarded: Site) -> None:
             ("PUT", "/api/admin/routes", route),
             ("POST", "/api/admin/routes/disable", {"pattern": "orders.#", "destination": "x"}),
             ("PUT", "/api/admin/schedules/own", {"topic": ACME, "every": "1h", "value": 1}),
-            ("DELETE", "/api/admin/schedules/own", None),
-            ("POST", "/api/admin/groups/mine/reset", {"to": "latest", "actor": "ann"}),
+            ("DELETE", "/api/admin/schedules/own?confirm=REMOVE", None),
+            (
+                "POST",
+                "/api/admin/groups/mine/reset",
+                {"to": "latest", "actor": "ann", "confirm": "RESET"},
+            ),
             ("DELETE", "/api/admin/groups/mine?confirm=DELETE", None),
             ("DELETE", "/api/admin/topics/orders.made.v1.acme?confirm=DELETE", None),
         ):
@@ -724,7 +744,7 @@ async def test_schedules_are_audited_under_the_callers_name(guarded: Site) -> No
     async with guarded.client(guarded.token("operator")) as client:
         error_of(await client.put(path, json=body | {"actor": "eve"}), 403, "access.denied")
         done(await client.put(path, json=body))
-        done(await client.delete(path))
+        done(await client.delete(f"{path}?confirm=REMOVE"))
         seen = done(await client.get("/api/admin/audit/events"))["items"]
     subjects = {each["actor"] for each in seen}
     assert [each["operation"] for each in seen] == ["schedule.put", "schedule.remove"]

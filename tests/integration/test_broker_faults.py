@@ -675,7 +675,7 @@ async def test_a_tenant_stays_within_its_own(guarded: Site) -> None:
             lambda: acme.subscribe("orders.created.v1.other", group="spy").open(),
             lambda: acme.subscribe("orders.#", group="spy").open(),
             lambda: anext(aiter(acme.replay("orders.created.v1.other"))),
-            lambda: acme.topics.delete("orders.created.v1.other"),
+            lambda: acme.topics.delete("orders.created.v1.other", confirm="DELETE"),
         ):
             with pytest.raises(errors.AccessDenied):
                 await denied()
@@ -1412,7 +1412,7 @@ async def test_a_feed_that_ended_while_its_client_was_away(site: Site) -> None:
         await bus.flush()
         cutter.plugged = False
         cutter.cut()
-        await direct.groups.delete("away")
+        await direct.groups.delete("away", confirm="DELETE")
         await asyncio.sleep(0.2)
         cutter.plugged = True
         with pytest.raises(errors.UnknownGroup):

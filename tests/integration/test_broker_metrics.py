@@ -118,7 +118,7 @@ async def test_what_is_read_again_is_no_late_delivery(tmp_path: Path, mode: str)
             async with bus.subscribe(TOPIC, group="g", mode=mode, start="earliest") as events:
                 await bus.publish_many(TOPIC, [b"1", b"2", b"3"])
                 await take(events, 3)
-                await bus.groups.reset("g", "earliest")
+                await bus.groups.reset("g", "earliest", confirm="RESET")
                 await take(events, 3)
                 await bus.publish(TOPIC, b"4")
                 await take(events, 1)

@@ -212,7 +212,7 @@ async def test_a_topic_may_be_deleted_while_it_is_read(bus: penstock.Bus) -> Non
     reader.wait = wait
     async with bus.subscribe(TOPIC, group="g", max_inflight=5_000) as sub:
         assert await sub.get(timeout_s=0.1) is None
-        await bus.topics.delete(TOPIC)
+        await bus.topics.delete(TOPIC, confirm="DELETE")
         gate.set()
         await bus.publish("others", b"1")
         async with bus.subscribe("others", group="h") as other:
@@ -251,7 +251,7 @@ async def test_a_topic_may_be_deleted_while_its_keys_are_read(
     reader.wait = lambda number: gate.wait()
     async with bus.subscribe("large", group="g", order="key") as sub:
         assert await sub.get(timeout_s=0.1) is None
-        await bus.topics.delete("large")
+        await bus.topics.delete("large", confirm="DELETE")
         gate.set()
         assert await sub.get(timeout_s=0.1) is None
     gc.collect()

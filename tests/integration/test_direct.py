@@ -291,7 +291,7 @@ async def test_a_feed_that_was_stopped_stays_so_in_its_session(broker: BrokerPro
     visit = Visit(broker)
     session = (await visit.greet(hello)).session
     async with penstock.connect(broker.url()) as bus:
-        await bus.groups.delete("direct.till")
+        await bus.groups.delete("direct.till", confirm="DELETE")
         await visit.frame(Kind.STOPPED)
         visit.close()
         visit = Visit(broker)

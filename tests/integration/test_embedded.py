@@ -168,7 +168,7 @@ async def test_offsets_are_never_reused_by_a_topic_that_is_made_again(tmp_path, 
         await sealed(bus)
         await bus.publish_many("orders", [b"old"] * 2)
         before = datetime.now(UTC) - timedelta(minutes=1)
-        await bus.topics.delete("orders")
+        await bus.topics.delete("orders", confirm="DELETE")
         with pytest.raises(penstock.UnknownTopic):
             await read(bus, "orders")
     async with opened(tmp_path, small) as bus:
@@ -193,7 +193,7 @@ async def test_a_topic_deleted_while_its_events_are_out_does_not_spoil_the_journ
             for event in events[:2]:
                 await event.ack()
             await events[2].nack()
-            await bus.topics.delete("orders")
+            await bus.topics.delete("orders", confirm="DELETE")
             with pytest.raises(penstock.DeliveryError):
                 await events[3].ack()
             await bus.flush()
@@ -211,7 +211,7 @@ async def test_a_topic_that_is_deleted_makes_room_for_others_at_once(tmp_path, s
             assert await sub.get(timeout_s=5) is not None
             await bus.publish("others", b"next")
             assert await sub.get(timeout_s=0.1) is None
-            await bus.topics.delete("orders")
+            await bus.topics.delete("orders", confirm="DELETE")
             following = await sub.get(timeout_s=5)
             assert following is not None
             assert following.payload == b"next"
@@ -226,7 +226,7 @@ async def test_a_group_deleted_while_its_events_are_out_does_not_spoil_the_journ
         event = await sub.get(timeout_s=5)
         other = await sub.get(timeout_s=5)
         await other.ack()
-        await bus.groups.delete("g")
+        await bus.groups.delete("g", confirm="DELETE")
         with contextlib.suppress(penstock.PenstockError):
             await event.ack()
         with contextlib.suppress(penstock.PenstockError):
@@ -247,7 +247,9 @@ async def test_resets_and_deletions_of_a_group_may_race(tmp_path, small) -> None
             async with bus.subscribe("orders", group="g", mode=mode):
                 pass
             results = await asyncio.gather(
-                bus.groups.delete("g"), bus.groups.reset("g", "earliest"), return_exceptions=True
+                bus.groups.delete("g", confirm="DELETE"),
+                bus.groups.reset("g", "earliest", confirm="RESET"),
+                return_exceptions=True,
             )
             failures = [each for each in results if isinstance(each, BaseException)]
             assert all(isinstance(each, penstock.PenstockError) for each in failures)
@@ -306,7 +308,7 @@ async def test_a_commit_behind_a_reset_does_not_undo_it(tmp_path, small, monkeyp
             write = group.write
 
             async def overtaken(entries) -> None:
-                await bus.groups.reset("g", "earliest")
+                await bus.groups.reset("g", "earliest", confirm="RESET")
                 await write(entries)
 
             monkeypatch.setattr(group, "write", overtaken)
@@ -377,7 +379,7 @@ async def test_a_partition_that_comes_back_is_read_and_brings_no_old_commit(
         monkeypatch.setattr(group, "runtime", SimpleNamespace(now=lambda: later_s))
         group._tick()
         monkeypatch.undo()
-        await bus.groups.reset("g", "earliest")
+        await bus.groups.reset("g", "earliest", confirm="RESET")
         await other.close()
         await slow.commit()
         assert (await bus.groups.info("g")).lag == 6
@@ -414,7 +416,7 @@ async def test_a_transaction_behind_a_reset_does_not_happen(tmp_path, small, mon
         prepare = engine(bus).intake.prepare
 
         async def slow(draft) -> int:
-            await bus.groups.reset("g", "latest")
+            await bus.groups.reset("g", "latest", confirm="RESET")
             return await prepare(draft)
 
         monkeypatch.setattr(engine(bus).intake, "prepare", slow)
@@ -432,7 +434,7 @@ async def test_a_transaction_that_begins_after_a_reset_is_told_once(tmp_path, sm
         await bus.publish_many("in", [b"0", b"1"])
         sub = await bus.subscribe("in", group="g", mode="log").open()
         await sub.get(timeout_s=5)
-        await bus.groups.reset("g", "earliest")
+        await bus.groups.reset("g", "earliest", confirm="RESET")
         for told in (True, False):
             with pytest.raises(penstock.Fenced) if told else contextlib.nullcontext():
                 async with bus.transaction() as tx:
@@ -871,7 +873,7 @@ async def test_write_once_refuses_and_audits_every_attempt(tmp_path, small) -> N
         await bus.topics.create("ledger", write_once=True, retention_age_s=1_000.0)
         await bus.publish("ledger", b"entry")
         with pytest.raises(penstock.WriteOnce):
-            await bus.topics.delete("ledger")
+            await bus.topics.delete("ledger", confirm="DELETE")
         with pytest.raises(penstock.WriteOnce):
             await bus.topics.configure("ledger", retention_age_s=10.0)
         with pytest.raises(penstock.WriteOnce):
@@ -1154,4 +1156,4 @@ async def test_a_reset_to_no_place_is_refused(tmp_path, small, to: str) -> None:
         async with bus.subscribe("orders", group="g"):
             pass
         with pytest.raises(penstock.errors.InvalidInput):
-            await bus.groups.reset("g", to)
+            await bus.groups.reset("g", to, confirm="RESET")

@@ -96,8 +96,8 @@ async def test_a_follower_only_reads(tmp_path, small) -> None:
             calls = [
                 lambda: reader.publish("orders", b"b"),
                 lambda: reader.topics.create("new"),
-                lambda: reader.topics.delete("orders"),
-                lambda: reader.groups.reset("g", "earliest"),
+                lambda: reader.topics.delete("orders", confirm="DELETE"),
+                lambda: reader.groups.reset("g", "earliest", confirm="RESET"),
                 lambda: reader.subscribe("orders", group="g").open(),
                 lambda: reader.subscribe("orders", group="l", mode="log").open(),
             ]

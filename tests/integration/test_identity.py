@@ -218,9 +218,9 @@ async def test_the_token_signs_every_change(
         await bus.dead_letters.purge([letter.id], reason="test", confirm="PURGE")
         await bus.routes.put(Route(TOPIC, "printing", tenant="acme"))
         await bus.routes.disable(TOPIC, "printing")
-        await bus.routes.remove(TOPIC, "printing")
-        await bus.groups.reset("billing", "latest")
-        await bus.topics.delete(TOPIC)
+        await bus.routes.remove(TOPIC, "printing", confirm="REMOVE")
+        await bus.groups.reset("billing", "latest", confirm="RESET")
+        await bus.topics.delete(TOPIC, confirm="DELETE")
     found = await guarded.daemon.engine.ask(QueryAudit())
     assert {record.actor for record in found} == {actor}
     kinds = {record.operation.partition(".")[0] for record in found}

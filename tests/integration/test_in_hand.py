@@ -150,7 +150,10 @@ async def test_a_subscription_that_is_new_gets_what_nobody_committed(broker: Bro
 
 @pytest.mark.parametrize(
     ("request_", "again"),
-    [(ResetGroup(GROUP, "offset:3"), FIRST[3:]), (DeleteGroup(GROUP), FIRST)],
+    [
+        (ResetGroup(GROUP, "offset:3", confirm="RESET"), FIRST[3:]),
+        (DeleteGroup(GROUP, confirm="DELETE"), FIRST),
+    ],
     ids=["reset", "deleted"],
 )
 async def test_a_group_that_was_set_elsewhere_meanwhile_reads_from_there(

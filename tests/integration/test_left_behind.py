@@ -68,7 +68,7 @@ async def test_a_deleted_group_leaves_nothing_to_settle(tmp_path: Path) -> None:
         async with bus.subscribe(TOPIC, group="billing") as former:
             event = await former.get(timeout_s=DEADLINE_S)
             assert event is not None
-            await bus.groups.delete("billing")
+            await bus.groups.delete("billing", confirm="DELETE")
             async with bus.subscribe(TOPIC, group="billing") as sub:
                 again = await sub.get(timeout_s=DEADLINE_S)
                 assert again is not None

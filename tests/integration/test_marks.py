@@ -164,7 +164,7 @@ async def test_the_same_sequence_is_the_same_publish(client: Foreigner) -> None:
 async def test_the_same_publish_has_its_places_when_its_events_are_gone(client: Foreigner) -> None:
     """T4, found by review: it was refused as if an offset had been asked for, and what came with it."""
     first = await client.call(Kind.PUBLISH, publish(1, [b"x"]))
-    gone = {"request": "DeleteTopic", "fields": {"topic": "orders.created"}}
+    gone = {"request": "DeleteTopic", "fields": {"topic": "orders.created", "confirm": "DELETE"}}
     await client.call(Kind.ASK, gone)
     again = await client.call(Kind.PUBLISH, publish(1, [b"x"]))
     [receipt] = again["receipts"]

@@ -62,7 +62,7 @@ async def test_a_handler_whose_group_is_deleted_says_so(
         await bus.ready()
         serving = asyncio.create_task(bus.run())
         async with penstock.connect(broker.url()) as operator:
-            await operator.groups.delete("billing")
+            await operator.groups.delete("billing", confirm="DELETE")
         with pytest.raises(errors.PenstockError):
             await serving
         assert any("handler bill has ended" in line for line in caplog.messages)
@@ -128,7 +128,7 @@ async def test_the_topic_of_dead_letters_cannot_be_deleted(broker: BrokerProcess
             await bus.flush()
         [letter] = await bus.dead_letters.list(consumer="billing")
         with pytest.raises(errors.Refused, match="dlq purge"):
-            await bus.topics.delete("_dlq.default")
+            await bus.topics.delete("_dlq.default", confirm="DELETE")
         assert [each.id for each in await bus.dead_letters.list(consumer="billing")] == [letter.id]
         refused = [
             record for record in await bus.audit.query() if record.operation == "topic.delete"

@@ -226,7 +226,7 @@ async def test_with_new_clients_on_one_bus(daemon: Daemon, caller: Caller) -> No
 
 async def test_a_deleted_group_is_noticed(daemon: Daemon, caller: Caller) -> None:
     await caller.call(old.Subscribe("billing", "orders", 10))
-    await daemon.engine.ask(penstock.engines.request.DeleteGroup("billing"))
+    await daemon.engine.ask(penstock.engines.request.DeleteGroup("billing", confirm="DELETE"))
     notice = await caller.notice()
     assert (notice.tag, notice.code.split(".")[0]) == (0, "notfound")
 

@@ -83,7 +83,9 @@ class Cable:
 
 @pytest.fixture
 def broker(tmp_path: Path) -> Iterator[BrokerProcess]:
-    with BrokerProcess(tmp_path / "data").start(server__session_s=8.0, server__lease_grace_s=8.0) as broker:
+    with BrokerProcess(tmp_path / "data").start(
+        server__session_s=8.0, server__lease_grace_s=8.0
+    ) as broker:
         yield broker
 
 

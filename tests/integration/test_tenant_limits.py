@@ -141,7 +141,7 @@ async def test_what_a_consumer_held_is_given_back_however_it_ends(place: Place) 
     await place.consumer(acme, "orders", "last", max_inflight=20, start="earliest")
     await leaves.close()
     await place.holds(10)
-    await acme.groups.delete("dropped")
+    await acme.groups.delete("dropped", confirm="DELETE")
     await place.holds(10)
     windows = place.daemon.engine.dispatcher.windows
     assert windows.by_tenant["acme"].held == 10

@@ -71,7 +71,7 @@ async def test_such_headers_that_lie_in_the_log_already(
 async def test_a_topic_that_has_fewer_partitions_when_the_time_comes(mem: penstock.Bus) -> None:
     await mem.topics.create("jobs.run", partitions=4)
     await mem.publish("jobs.run", b"x", delay_s=0.2, partition=3)
-    await mem.topics.delete("jobs.run")
+    await mem.topics.delete("jobs.run", confirm="DELETE")
     await mem.publish("jobs.later", b"y", delay_s=0.3)
     assert len(await arrived(mem, "jobs.run")) == 1
     assert await arrived(mem, "jobs.later")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core import admission as module
-from penstock.core.admission import ADMITTED, Admission, Decision, Incoming, Waiting
+from penstock.core.admission import ADMITTED, Admission, Decision, Incoming, Refusal, Waiting
 from penstock.core.quota import AdmissionLimits, TenantLimits
 from penstock.model.errors import Deferred, Dropped, Rejected, ReplayLimited, Throttled
 
@@ -257,21 +257,19 @@ def test_replays_are_limited_by_the_minute() -> None:
     ("kind", "error"), [("deferred", Deferred), ("throttled", Throttled), ("dropped", Dropped)]
 )
 def test_each_refusal_has_its_error(kind: str, error: type[Rejected]) -> None:
-    decision = Decision(
-        kind=kind,  # type: ignore[arg-type]
-        limit="max_ingress",
-        tenant="acme",
-        topic="orders",
-        retry_after_s=0.5,
-    )
+    refusal = Refusal(kind, "max_ingress", 7, 0.5)  # type: ignore[arg-type]
+    decision = Decision(kind=refusal.kind, tenant="acme", topic="orders", refusal=refusal)
     raised = decision.error()
     assert type(raised) is error
     assert raised.data == {
         "limit": "max_ingress",
+        "setting": "admission.tenants.acme.max_ingress",
+        "value": 7,
         "tenant": "acme",
         "topic": "orders",
         "retry_after_s": 0.5,
     }
+    assert "admission.tenants.acme.max_ingress = 7" in raised.message
     assert "nothing was stored" in raised.message
 
 

@@ -417,7 +417,7 @@ async def test_retained_bytes_follow_sealing_and_retention(
             }
         before = shown[-1]["default", "orders"]
         assert 0 < before < 8 * 300_000, "retention has taken some"
-        await bus.topics.delete("invoices")
+        await bus.topics.delete("invoices", confirm="DELETE")
         await engine.housekeeper.settle()
         after = await scraped.values("penstock_retained_bytes")
         assert (after["default", "invoices"], after["default", "orders"]) == (0, before)
@@ -514,7 +514,7 @@ async def test_failures_are_counted_by_cause(scraped: Scraped) -> None:
         reason="fixed", confirm="REPLAY",
     )  # fmt: skip
     assert await scraped.values("penstock_dead_letters_replayed_total") == {dead: 1}
-    await bus.groups.delete("billing")
+    await bus.groups.delete("billing", confirm="DELETE")
     assert await scraped.values("penstock_failed_deliveries_total") == found
 
 
@@ -535,14 +535,15 @@ async def test_commits_take_time_and_side_files_count(tmp_path: Path) -> None:
 
 
 async def test_problems_are_seen(scraped: Scraped) -> None:
-    quiet = {("writer",): 0, ("housekeeping",): 0, ("disk",): 0, ("audit",): 0}
+    parts = ("writer", "housekeeping", "disk", "retention", "audit")
+    quiet = {(part,): 0 for part in parts}
     assert await scraped.values("penstock_problem") == quiet
     scraped.engine.housekeeper.problem = "a file is missing"
     scraped.engine.housekeeper.shortage_bytes = 1
     scraped.engine.audit.failure = "the disk is gone"
     assert await scraped.values("penstock_problem") == quiet | {
         ("housekeeping",): 1,
-        ("disk",): 1,
+        ("retention",): 1,
         ("audit",): 1,
     }
 

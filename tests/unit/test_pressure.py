@@ -19,6 +19,7 @@ from starlette.applications import Starlette
 
 import penstock
 from penstock.core.entry import GroupSpec
+from penstock.model.errors import DiskFull
 from penstock.server import pressure as module
 from penstock.server.metrics_counters import Counters
 from penstock.server.pressure import (
@@ -290,7 +291,7 @@ async def test_saturation_is_use_against_limits(tmp_path: Path) -> None:
         engine.runtime.now = lambda: start_s + 10.0
         clock["cpu"] = 9.0
         assert gauge.read().saturation["loop"] == pytest.approx(0.9, abs=0.02)
-        engine.housekeeper.shortage_bytes = 5
+        engine.commits._full = DiskFull("no room")
         assert gauge.read().pressure == gauge.read().saturation["storage"] == 1.0
         engine.brake.backlog_bytes = 2 * bus.settings.sealing.backlog_max_bytes
         found = gauge.read()

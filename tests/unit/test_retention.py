@@ -89,7 +89,7 @@ def test_write_once_keeps_what_is_young_whatever_the_limits_say():
     segments = [info(1, ("a", 60)), info(2, ("a", 80)), info(3, ("b", 90))]
     ids, verdict = gone(segments, a=keep, folder=Retention(max_bytes=50))
     assert ids == [1, 3]
-    assert verdict.shortage_bytes == 99
+    assert (verdict.full_topics, verdict.shortage_bytes) == ({"a": 99}, 50)
     forever = Retention(age_s=None, write_once=True)
     ids, verdict = gone(segments, default=forever, folder=Retention(max_bytes=50))
     assert ids == []

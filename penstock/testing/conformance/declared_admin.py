@@ -28,7 +28,7 @@ class TestGroupReset(Declared):
         await bus.publish(topic, b"x")
         async with bus.subscribe(topic, group=group) as sub:
             await take(sub, 1)
-        await bus.groups.reset(group, "earliest")
+        await bus.groups.reset(group, "earliest", confirm="RESET")
 
     @pytest.mark.parametrize("mode", ["queue", "log"])
     async def test_positions(self, bus: penstock.Bus, topic: str, group: str, mode: str) -> None:
@@ -40,7 +40,7 @@ class TestGroupReset(Declared):
             if mode == "log":
                 await sub.commit()
         for to, rest in (("earliest", 6), (offsets[4], 2), ("latest", 0), (offsets[1], 5)):
-            await bus.groups.reset(group, to)
+            await bus.groups.reset(group, to, confirm="RESET")
             async with bus.subscribe(topic, group=group, mode=mode) as sub:
                 events = await take(sub, rest)
                 await nothing(sub, 0.1)
@@ -53,7 +53,7 @@ class TestGroupReset(Declared):
         for to, rest in (("earliest", 6), (offsets[1], 5), ("latest", 0)):
             async with bus.subscribe(topic, group=group, mode="log") as sub:
                 await take(sub, 4)
-                await bus.groups.reset(group, to)
+                await bus.groups.reset(group, to, confirm="RESET")
                 await sub.commit()
             assert (await bus.groups.info(group)).lag == rest
             async with bus.subscribe(topic, group=group, mode="log") as sub:
@@ -64,7 +64,7 @@ class TestGroupReset(Declared):
         await bus.publish_many(topic, numbers(4))
         async with bus.subscribe(topic, group=group, mode="log") as sub:
             await take(sub, 4)
-            await bus.groups.reset(group, "earliest")
+            await bus.groups.reset(group, "earliest", confirm="RESET")
             await sub.commit()
             assert payloads(await take(sub, 3)) == numbers(3)
             await sub.commit()
@@ -76,7 +76,7 @@ class TestGroupReset(Declared):
         async with bus.subscribe(topic, group=group) as sub:
             for event in await take(sub, 3, ack=False):
                 await event.nack(delay_s=0.2)
-        await bus.groups.reset(group, "latest")
+        await bus.groups.reset(group, "latest", confirm="RESET")
         async with bus.subscribe(topic, group=group) as sub:
             await nothing(sub, 0.6)
             await bus.publish(topic, b"new")
@@ -89,7 +89,7 @@ class TestGroupReset(Declared):
             await bus.publish_many(name, numbers(2))
         async with bus.subscribe(f"{topic}.*", group=group) as sub:
             await take(sub, 4)
-        await bus.groups.reset(group, "earliest", topic=left)
+        await bus.groups.reset(group, "earliest", topic=left, confirm="RESET")
         async with bus.subscribe(f"{topic}.*", group=group) as sub:
             events = await take(sub, 2)
             await nothing(sub)
@@ -98,7 +98,7 @@ class TestGroupReset(Declared):
     async def test_unknown(self, bus: penstock.Bus, group: str) -> None:
         """Resetting a group that is not there raises UnknownGroup."""
         with pytest.raises(errors.UnknownGroup):
-            await bus.groups.reset(group, "earliest")
+            await bus.groups.reset(group, "earliest", confirm="RESET")
 
 
 class TestGrowPartitions(Declared):
@@ -153,7 +153,7 @@ class TestWriteOnce(Declared):
         await bus.topics.create(topic, write_once=True, retention_age_s=3_600.0)
         await bus.publish_many(topic, numbers(3))
         with pytest.raises(errors.WriteOnce):
-            await bus.topics.delete(topic)
+            await bus.topics.delete(topic, confirm="DELETE")
         assert payloads(await read(bus, topic)) == numbers(3)
         assert (await bus.topics.info(topic)).write_once
         if "audit" in harness.capabilities:
@@ -203,7 +203,7 @@ class TestRoutes(Declared):
         assert [route.destination for route in found] == [low.destination]
         await bus.routes.enable(high.pattern, high.destination)
         assert len(await bus.routes.resolve(f"{topic}.a")) == 2
-        await bus.routes.remove(low.pattern, low.destination)
+        await bus.routes.remove(low.pattern, low.destination, confirm="REMOVE")
         found = await bus.routes.resolve(f"{topic}.a.b")
         assert found == []
 
@@ -235,7 +235,7 @@ class TestAudit(Declared):
         """What an operator changed is on record, in order, and the chain verifies."""
         await bus.topics.create(topic)
         await bus.topics.configure(topic, retention_age_s=3_600.0)
-        await bus.topics.delete(topic)
+        await bus.topics.delete(topic, confirm="DELETE")
 
         async def both() -> list[str]:
             records = await bus.audit.query(actor=bus.identity.subject)

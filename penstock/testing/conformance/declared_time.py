@@ -77,7 +77,7 @@ class TestSchedules(Declared):
             await bus.schedules.put(group, topic, {"tick": 1}, every="200ms", headers={"h": "1"})
             assert group in [each.id for each in await bus.schedules.list()]
             events = await take(sub, 3)
-            await bus.schedules.remove(group)
+            await bus.schedules.remove(group, confirm="REMOVE")
             assert group not in [each.id for each in await bus.schedules.list()]
             while await sub.get(timeout_s=0.1) is not None:
                 pass
@@ -91,7 +91,7 @@ class TestSchedules(Declared):
         await bus.schedules.put(group, topic, b"x", cron="0 3 * * *")
         await bus.schedules.put(group, topic, b"y", cron="@daily")
         assert [each.id for each in await bus.schedules.list()].count(group) == 1
-        await bus.schedules.remove(group)
+        await bus.schedules.remove(group, confirm="REMOVE")
 
     async def test_wrong(self, bus: penstock.Bus, topic: str, group: str) -> None:
         """A schedule that can never be due raises InvalidSchedule, an unknown id UnknownSchedule."""
@@ -100,7 +100,7 @@ class TestSchedules(Declared):
         with pytest.raises(errors.InvalidSchedule):
             await bus.schedules.put(group, topic, b"x")
         with pytest.raises(errors.UnknownSchedule):
-            await bus.schedules.remove(group)
+            await bus.schedules.remove(group, confirm="REMOVE")
 
 
 class TestTtl(Declared):

@@ -112,7 +112,7 @@ class TestTopics(Contract):
     async def test_delete(self, bus: penstock.Bus, topic: str) -> None:
         """A deleted topic is gone with its events, and its name can be used again."""
         await bus.publish_many(topic, numbers(3))
-        await bus.topics.delete(topic)
+        await bus.topics.delete(topic, confirm="DELETE")
         with pytest.raises(errors.UnknownTopic):
             await bus.topics.info(topic)
         assert topic not in [each.name for each in await bus.topics.list()]
@@ -127,7 +127,7 @@ class TestTopics(Contract):
         with pytest.raises(errors.UnknownTopic):
             await bus.topics.configure(topic, retention_age_s=60.0)
         with pytest.raises(errors.UnknownTopic):
-            await bus.topics.delete(topic)
+            await bus.topics.delete(topic, confirm="DELETE")
 
 
 class TestGroupAdministration(Contract):
@@ -156,7 +156,7 @@ class TestGroupAdministration(Contract):
         await bus.publish_many(topic, numbers(3))
         async with bus.subscribe(topic, group=group) as sub:
             await take(sub, 3)
-        await bus.groups.delete(group)
+        await bus.groups.delete(group, confirm="DELETE")
         assert group not in [each.name for each in await bus.groups.list()]
         async with bus.subscribe(topic, group=group) as sub:
             assert payloads(await take(sub, 3)) == numbers(3)
@@ -166,7 +166,7 @@ class TestGroupAdministration(Contract):
         with pytest.raises(errors.UnknownGroup):
             await bus.groups.info(group)
         with pytest.raises(errors.UnknownGroup):
-            await bus.groups.delete(group)
+            await bus.groups.delete(group, confirm="DELETE")
 
     async def test_patterns_are_kept(self, bus: penstock.Bus, topic: str, group: str) -> None:
         """A group keeps what it has not read while nobody listens."""

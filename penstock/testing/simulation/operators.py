@@ -79,7 +79,7 @@ class Operator:
         watch: Any = self.world.watches.get(group.name) or self.world.cursors[group.name]
         watch.moving += 1
         answer = await self._ask(
-            ask.ResetGroup(group.name, to, None, actor := self._actor()), actor
+            ask.ResetGroup(group.name, to, None, actor := self._actor(), "RESET"), actor
         )
         if self.world.audit[actor] == "unknown":
             return  # the writer failed: the group may be anywhere until the restart

@@ -84,13 +84,13 @@ async def test_group_life(cli):
     assert (row["name"], row["lag"]) == ("g", 1)
     assert cli.ok("group", "info", "g", "--json").row["lanes"][0]["topic"] == "t"
     for position, lag in (("earliest", 4), ("latest", 0), ("offset:2", 2), ("1h", 4)):
-        cli.ok("group", "reset", "g", "--to", position)
+        cli.ok("group", "reset", "g", "--to", position, "--confirm", "RESET")
         assert cli.ok("group", "info", "g", "--json").row["lag"] == lag, position
     assert "lag" in cli.ok("group", "info", "g").text
     assert cli("group", "reset", "g", "--to", "whenever").code == 2
     refused = cli("group", "reset", "g", "--to", "2")
     assert (refused.code, "offset:42" in refused.stderr) == (2, True)  # A7: it could be a time
-    assert cli("group", "reset", "nosuch", "--to", "latest").code == 3
+    assert cli("group", "reset", "nosuch", "--to", "latest", "--confirm", "RESET").code == 3
     assert cli("group", "delete", "g").code == 4
     cli.ok("group", "delete", "g", "--confirm", "DELETE")
     assert cli.ok("group", "list", "--json").rows == []
@@ -112,11 +112,11 @@ def test_route_life(cli):
         row["destination"] for row in cli.ok("route", "resolve", "orders.created.v1", "--json").rows
     ] == ["billing"]
     cli.ok("route", "enable", "orders.#", "archive")
-    cli.ok("route", "remove", "orders.*.v1", "billing")
+    cli.ok("route", "remove", "orders.*.v1", "billing", "--confirm", "REMOVE")
     assert [
         row["destination"] for row in cli.ok("route", "resolve", "orders.created.v1", "--json").rows
     ] == ["archive"]
-    assert cli("route", "remove", "orders.*.v1", "billing").code == 3
+    assert cli("route", "remove", "orders.*.v1", "billing", "--confirm", "REMOVE").code == 3
     assert cli("route", "add", "orders.#x", "d").code == 2
     assert cli("route", "add", "orders.#", "d", "--type", "carrier-pigeon").code == 2
 
@@ -126,11 +126,11 @@ def test_routes_and_schedules_are_audited_with_what_was_before(cli) -> None:
     cli.ok("route", "add", "orders.#", "archive", "--priority", "1")
     cli.ok("route", "add", "orders.#", "archive", "--priority", "2")
     cli.ok("route", "disable", "orders.#", "archive")
-    cli.ok("route", "remove", "orders.#", "archive")
+    cli.ok("route", "remove", "orders.#", "archive", "--confirm", "REMOVE")
     cli.ok("schedule", "add", "tick", "clock.tick", "x", "--every", "5m")
     cli.ok("schedule", "add", "tick", "clock.tock", "xy", "--cron", "0 9 * * *", "--header", "a=b")
-    cli.ok("schedule", "remove", "tick")
-    assert cli("schedule", "remove", "tick").code == 3
+    cli.ok("schedule", "remove", "tick", "--confirm", "REMOVE")
+    assert cli("schedule", "remove", "tick", "--confirm", "REMOVE").code == 3
     records = cli.ok("audit", "query", "--json").rows
     assert all(each["actor"] == "local" for each in records)
     routes = [each for each in records if each["operation"].startswith("route.")]
@@ -195,5 +195,5 @@ def test_schedule_life(cli):
     assert cli("schedule", "add", "x", "t", "v").code == 2
     assert cli("schedule", "add", "x", "t", "v", "--cron", "* * *").code == 2
     assert cli("schedule", "add", "x", "t", "v", "--every", "often").code == 2
-    cli.ok("schedule", "remove", "tick")
+    cli.ok("schedule", "remove", "tick", "--confirm", "REMOVE")
     assert [row["id"] for row in cli.ok("schedule", "list", "--json").rows] == ["morning"]

@@ -119,7 +119,7 @@ async def test_a_walk_through_the_desks(cli: Any, broker: BrokerProcess) -> None
     assert desk.ok("audit", "export", str(copy)).row["host"] == "the broker's"
     assert list(copy.rglob("manifest-*.json"))
 
-    desk.ok("group", "reset", "billing", "--to", "latest")
+    desk.ok("group", "reset", "billing", "--to", "latest", "--confirm", "RESET")
     desk.ok("group", "delete", "billing", "--confirm", "DELETE")
     desk.ok("topic", "delete", "orders", "--confirm", "DELETE")
     assert desk.ok("topic", "list").rows == []
@@ -137,7 +137,7 @@ async def test_a_token_says_who_does_it(cli: Any, guarded: BrokerProcess) -> Non
     assert denied.row["error"]["code"] == "access.denied"
     desk.ok(*purge, first)
     desk.ok(*purge, second, "--actor", "ann")
-    desk.ok("group", "reset", "billing", "--to", "latest")
+    desk.ok("group", "reset", "billing", "--to", "latest", "--confirm", "RESET")
     desk.ok("topic", "delete", TOPIC, "--confirm", "DELETE")
     records = desk.ok("audit", "query").rows
     assert {row["actor"] for row in records} == {"ann"}

@@ -159,7 +159,7 @@ def test_too_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1_024, 4_096))
     low = checkup.check_descriptors(settings)
     assert low.status == "warn"
-    assert "LimitNOFILE=5256" in low.advice
+    assert "LimitNOFILE=6024" in low.advice
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1_024, 8_192))
     assert checkup.check_descriptors(settings).status == "ok", "the broker raises it itself"
 

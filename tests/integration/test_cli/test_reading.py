@@ -151,7 +151,7 @@ async def test_every_looking_command_works_beside_a_writer(cli):
             assert result.code == 0, (words, result)
         for words in (
             ["topic", "create", "u"], ["topic", "grow", "t", "2"],
-            ["topic", "delete", "t", "--confirm", "DELETE"], ["group", "reset", "g", "--to", "earliest"],
+            ["topic", "delete", "t", "--confirm", "DELETE"], ["group", "reset", "g", "--to", "earliest", "--confirm", "RESET"],
             ["route", "add", "t", "d"], ["schedule", "add", "s", "t", "x", "--every", "5m"],
         ):  # fmt: skip
             result = cli(*words, "--json")

@@ -92,7 +92,7 @@ def shared(tmp_path_factory, make_cli):
         (["topic", "info", "nosuch"], 3),
         (["replay", "nosuch"], 3),
         (["group", "info", "nosuch"], 3),
-        (["schedule", "remove", "nosuch"], 3),
+        (["schedule", "remove", "nosuch", "--confirm", "REMOVE"], 3),
         (["dlq", "inspect", "--id", "nosuch@group"], 3),
         (["bench", "run", "nosuch"], 3),
         (["topic", "delete", "orders"], 4),

@@ -1,0 +1,60 @@
+"""Credential: the token a client shows, as it is when a connection is made.
+
+A token that is short-lived has a successor: in a file that something renews, or from a function of the
+application. Either is asked whenever a connection is made, so a worker outlives its first token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from penstock.model.errors import InvalidSettings
+from penstock.model.server_settings import Client
+
+Token = str | Callable[[], str | Awaitable[str]]
+"""A token, or what gives the newest one; `connect(token=...)` takes either."""
+
+
+class Credential:
+    """Where a client has its token from.
+
+    >>> Credential(Client(token="secret"), None).renews
+    False
+    """
+
+    def __init__(self, client: Client, token: Token | None) -> None:
+        if client.token and client.token_file:
+            raise InvalidSettings(
+                "give client.token or client.token_file, not both", key="client.token_file"
+            )
+        self._file = "" if token is not None else client.token_file
+        self._token: Token = client.token if token is None else token
+
+    @property
+    def given(self) -> bool:
+        """Whether there is a token at all."""
+        return bool(self._file or self._token)
+
+    @property
+    def renews(self) -> bool:
+        """Whether the next token may be another one."""
+        return bool(self._file) or callable(self._token)
+
+    async def current(self) -> str:
+        """The token to show now; raises InvalidSettings when there is none to be had."""
+        try:
+            if self._file:
+                return (await asyncio.to_thread(Path(self._file).read_text)).strip()
+            if not callable(self._token):
+                return self._token
+            found = self._token()
+            return await found if inspect.isawaitable(found) else found
+        except Exception as error:
+            where = f"client.token_file {self._file!r}" if self._file else "connect(token=...)"
+            raise InvalidSettings(
+                f"{where} gives no token: {error!r}. Check the file, or the function",
+                key="client.token_file",
+            ) from error
