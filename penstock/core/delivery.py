@@ -72,7 +72,11 @@ class QueueGroup:
         self._entries: list[Entry] = []
         self._dirty: dict[int, Lease] = {}
         self._turn: deque[Member] = deque()
+        self.waiting = 0
+        """Events of all lanes that were never handed out."""
         self._work: deque[Lane] = deque()
+        self._urgent: deque[Lane] = deque()
+        """Lanes in line whose priorities are compared first."""
         self._ready: deque[Run] = deque()
         self._unseen: deque[Run] = deque()
         self._retries: list[tuple[float, int, Run]] = []
@@ -97,14 +101,29 @@ class QueueGroup:
     def arrived(self, lane: Lane, end: int, *, prioritised: bool = False) -> None:
         """Events up to `end` may be handed out."""
         lane.end = max(lane.end, end)
-        if prioritised:
+        if prioritised and not lane.prioritised:
+            self.unqueue(lane)
             lane.prioritised, self.blind = True, False
         self._queue(lane)
 
     def _queue(self, lane: Lane) -> None:
-        if not lane.queued and lane.cursor < lane.end:
+        """Put a lane in line if it has something; to be called whenever its cursor or end moved."""
+        waiting = max(0, lane.end - lane.cursor)
+        self.waiting += waiting - lane.waiting
+        lane.waiting = waiting
+        if waiting and not lane.queued:
             lane.queued = True
-            self._work.append(lane)
+            self._line_of(lane).append(lane)
+
+    def _line_of(self, lane: Lane) -> deque[Lane]:
+        # With an order by key, keys come before priorities.
+        return self._urgent if lane.prioritised and self._gate is None else self._work
+
+    def unqueue(self, lane: Lane) -> None:
+        """Take a lane out of the line, wherever it stands."""
+        if lane.queued:
+            self._line_of(lane).remove(lane)
+            lane.queued = False
 
     def join(self, member_id: str, max_inflight: int, now: float = 0.0) -> Member:
         """A consumer offers to hold up to `max_inflight` events; who is there as this one leaves."""
@@ -264,8 +283,7 @@ class QueueGroup:
         credit = min(member.max_inflight - member.inflight, MAX_LEASE_EVENTS)
         if len(self.members) <= 1 or self.spec.order == "single":
             return credit
-        waiting = sum(lane.end - lane.cursor for lane in self._work)
-        return max(1, min(credit, waiting // len(self.members)))
+        return max(1, min(credit, self.waiting // len(self.members)))
 
     def _next_run(self, limit: int) -> Run | None:
         if self._gate is not None:
@@ -278,12 +296,9 @@ class QueueGroup:
         return run if run is not None else self._pull(limit)
 
     def _next_urgent(self, limit: int) -> Run | None:
-        while self.starved is None and len(self._priorities) < PRIORITY_WINDOW_EVENTS:
-            lane = next((lane for lane in self._work if lane.prioritised), None)
-            if lane is None:
-                break
-            run = self._advance(lane, PRIORITY_WINDOW_EVENTS)
-            if not self._compare(run):
+        priorities = self._priorities
+        while self._urgent and self.starved is None and len(priorities) < PRIORITY_WINDOW_EVENTS:
+            if not self._compare(self._advance(self._urgent, PRIORITY_WINDOW_EVENTS)):
                 break
         return self._priorities.pop(limit)
 
@@ -328,17 +343,14 @@ class QueueGroup:
         """The next events that were never handed out (or came back from recovery)."""
         if self._unseen:
             return cut(self._unseen, limit)
-        for lane in self._work:
-            # Prioritised lanes wait in `_priorities`, or for their priorities to be loaded.
-            if self._gate is not None or not lane.prioritised:
-                return self._advance(lane, limit)
-        return None
+        # Prioritised lanes wait in `_priorities`, or for their priorities to be loaded.
+        return self._advance(self._work, limit) if self._work else None
 
-    def _advance(self, lane: Lane, limit: int) -> Run:
+    def _advance(self, line: deque[Lane], limit: int) -> Run:
+        lane = line.popleft()
+        lane.queued = False
         run = Run(lane, lane.cursor, min(limit, lane.end - lane.cursor), 0)
         lane.cursor += run.count
-        self._work.remove(lane)
-        lane.queued = False
         self._queue(lane)  # at the back: lanes take turns
         return run
 

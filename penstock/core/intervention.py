@@ -69,7 +69,6 @@ def reset(group: QueueGroup, lane: Lane, offset: int) -> None:
         group._gate.forget(lane)
     lane.known = max(lane.known, lane.cursor)
     lane.cursor = offset
-    if lane.queued and lane.cursor >= lane.end:
-        group._work.remove(lane)
-        lane.queued = False
+    if lane.cursor >= lane.end:
+        group.unqueue(lane)
     group._queue(lane)

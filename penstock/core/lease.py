@@ -25,7 +25,7 @@ STATES = ("dispatched", "acked", "nacked", "expired", "rejected", "returned", "f
 class Lane:
     """One partition as one group sees it."""
 
-    __slots__ = ("cursor", "end", "known", "partition", "prioritised", "queued", "topic")
+    __slots__ = ("cursor", "end", "known", "partition", "prioritised", "queued", "topic", "waiting")
 
     def __init__(self, topic: str, partition: int, cursor: int, end: int) -> None:
         self.topic = topic
@@ -38,6 +38,8 @@ class Lane:
         """What lies before it the group had before an operator gave it something again."""
         self.queued = False
         self.prioritised = False
+        self.waiting = 0
+        """Events that were never handed out, as its group has counted them."""
 
     def __repr__(self) -> str:
         return f"Lane({self.topic}/{self.partition} {self.cursor}..{self.end})"

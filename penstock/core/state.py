@@ -153,8 +153,8 @@ class State:
         self._appliers[type(entry)](entry)  # type: ignore[operator]
 
     def apply_live(self, entry: AnyEntry) -> None:
-        """Make one change in a running engine, whose machines already know about deliveries."""
-        if isinstance(entry, Leased | Acked | Retried | GroupPut | DeadLetterEntry):
+        """Make one change in a running engine, whose machines know of deliveries and ticks before."""
+        if isinstance(entry, Leased | Acked | Retried | GroupPut | RecurringPut | DeadLetterEntry):
             return
         if isinstance(entry, LaneSet):
             group = self.groups.get(entry.group)
@@ -265,8 +265,7 @@ class State:
 
     def _recurring_put(self, entry: RecurringPut) -> None:
         definition = msgspec.msgpack.decode(entry.definition, type=Definition)
-        others = [each for each in self.schedule.recurring.definitions() if each.id != entry.id]
-        self.schedule.recurring.restore([*others, definition])
+        self.schedule.recurring.hold(definition)
 
     def _recurring_gone(self, entry: RecurringGone) -> None:
         self.schedule.recurring.remove(entry.id)

@@ -175,9 +175,9 @@ class Groups:
         for group in self.readers_of(topic):
             if not group.name.startswith(DIRECT) or isinstance(group, LogGroup):
                 continue
-            waits = [(lane.topic, lane.end - lane.cursor) for lane in group.lanes.values()]
-            own = sum(events for name, events in waits if name == topic)
-            found = max(found or Waiting(0, 0), Waiting(own, sum(events for _, events in waits)))
+            lanes = map(group.lanes.get, self._engine.topics.places(topic))
+            own = sum(lane.waiting for lane in lanes if lane is not None)
+            found = max(found or Waiting(0, 0), Waiting(own, group.waiting))
         if found is not None and self._engine.admission.max_queued(tenant) is not None:
             return found._replace(of_tenant=self.queued(tenant, topic))
         return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -67,6 +69,10 @@ class Topics:
             log = self._engine.log.partition(topic, partition)
             log.floor = floor
             log.end, log.next = max(log.end, floor), max(log.next, floor)
+
+    def places(self, topic: str) -> Iterator[tuple[str, int]]:
+        """A topic with each of its partitions."""
+        return zip(repeat(topic), range(self._engine.state.topics[topic].partitions), strict=False)
 
     def ends(self, topic: str) -> list[int]:
         """The next offset of each partition."""
