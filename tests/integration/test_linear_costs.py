@@ -7,8 +7,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import penstock
 from penstock.testing.work import counted_calls
 
@@ -29,11 +27,10 @@ async def test_opening_a_folder_with_schedules_is_linear(tmp_path: Path) -> None
     async def cost(count: int) -> int:
         folder = tmp_path / str(count)
         if not folder.exists():
-            async with penstock.connect(folder) as bus:
-                async with asyncio.TaskGroup() as group:
-                    for number in range(count):
-                        put = bus.schedules.put(f"s{number}", "tick", b"", cron="0 5 * * *")
-                        group.create_task(put)
+            async with penstock.connect(folder) as bus, asyncio.TaskGroup() as group:
+                for number in range(count):
+                    put = bus.schedules.put(f"s{number}", "tick", b"", cron="0 5 * * *")
+                    group.create_task(put)
         with counted_calls() as calls:
             async with penstock.connect(folder) as bus:
                 assert len(await bus.schedules.list()) == count
@@ -104,21 +101,6 @@ async def test_sharing_events_of_many_topics_among_members_is_linear() -> None:
                 for each in members:
                     each.cancel()
                 await asyncio.gather(*members, return_exceptions=True)
-        return calls.count
-
-    assert await growth(cost, 600) < MOST_GROWTH
-
-
-@pytest.mark.parametrize("urgent", [1, 3])
-async def test_a_topic_with_priorities_costs_the_others_nothing(urgent: int) -> None:
-    async def cost(count: int) -> int:
-        async with penstock.connect("mem:") as bus:
-            for number in range(count):
-                await bus.publish(f"work.t{number}", b"x", priority=5 if number < urgent else None)
-            with counted_calls() as calls:
-                async with bus.subscribe("work.*", group="g", max_inflight=8) as sub:
-                    for _ in range(count):
-                        await (await anext(sub)).ack()
         return calls.count
 
     assert await growth(cost, 600) < MOST_GROWTH
