@@ -49,6 +49,15 @@ def revive(group: QueueGroup, lane: Lane, offset: int, now: float) -> None:
     group._unseen.append(run)
 
 
+def end(group: QueueGroup) -> None:
+    """The group is deleted: nothing held of it can be settled any more."""
+    for lease in list(group.leases.values()):
+        for index in range(lease.count):
+            if lease.states[index] == OUT:
+                group._close(lease, index, FENCED)
+    group.doomed.clear()
+
+
 def reset(group: QueueGroup, lane: Lane, offset: int) -> None:
     """Read a lane from elsewhere; everything held of it is void."""
     for lease in [lease for lease in group.leases.values() if lease.lane is lane]:

@@ -88,7 +88,7 @@ class Topics:
                     intervention.reset(group, lane, lane.end)
                     del group.lanes[topic, partition]
                     self._engine.dispatcher.touched(group)  # its members may have room now
-        self._engine.log.drop_topic(topic)
+        self._engine.log.drop(self.places(topic))
         self._engine.fold.dedup.pop(topic, None)
         self._engine.groups.topic_gone(topic)
 

@@ -69,7 +69,8 @@ class RouterLink:
         if frame.kind == Kind.WELCOME and self.source.stranger:
             self._server.peers.welcome(self.source)
         self._outbox.put(frame.multipart())
-        pending = self._count_unread()
+        self._count_unread()
+        pending = self._outbox.pending_bytes()
         # One frame may be as large as it likes; it is what piles up behind it that counts.
         self._largest_bytes = max(frame.size_bytes, self._largest_bytes) if pending else 0
         if pending - self._largest_bytes > self._limit_bytes:
@@ -131,10 +132,8 @@ class RouterLink:
         if connection is not None:
             connection.lost(self._reason or reason)
 
-    def _count_unread(self) -> int:
-        pending = self._outbox.pending_bytes()
-        self._account.hold(UNREAD, pending)
-        return pending
+    def _count_unread(self) -> None:
+        self._account.hold(UNREAD, self._outbox.pending_bytes())
 
     def _over(self, error: Deferred) -> None:
         """It holds most of what all clients may hold: it is told so, and ends."""

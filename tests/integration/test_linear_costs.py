@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import penstock
+from penstock.core.entry import TopicSpec
+from penstock.engines.request import CreateTopic, DeleteTopic
 from penstock.testing.work import counted_calls
 
 # Twice as many things may take this many times the work: two, and some for what a size brings along.
@@ -18,6 +21,12 @@ async def growth(cost: Callable[[int], Awaitable[int]], few: int) -> float:
     """How many times more work twice as many things take."""
     await cost(few)  # what is made once is made now
     return await cost(2 * few) / await cost(few)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.02)
 
 
 # -- schedules (B13) -------------------------------------------------------------------------------
@@ -72,6 +81,106 @@ def test_a_schedule_that_is_removed_as_it_fires_stays_removed(world: Any) -> Non
     there = world()
     there.run(work)
     assert there.run(lambda bus: bus.schedules.list()) == []
+
+
+# -- groups and topics (C16) ------------------------------------------------------------------------
+
+
+async def test_joining_costs_what_matches_and_not_all_topics(mem: penstock.Bus) -> None:
+    async def cost(count: int) -> int:
+        for number in range(count):
+            await mem.topics.create(f"other.{count}.t{number}")
+        await mem.publish(f"mine.n{count}", b"x")
+        with counted_calls() as calls:
+            async with mem.subscribe(f"mine.n{count}", group=f"g{count}") as sub:
+                await (await anext(sub)).ack()
+            await mem.groups.delete(f"g{count}")
+        return calls.count
+
+    await cost(10)
+    few = await cost(100)
+    assert await cost(900) < 1.5 * few
+
+
+async def test_a_route_costs_what_it_selects_and_not_all_topics(mem: penstock.Bus) -> None:
+    async with mem.subscribe("orders.new", group="billing"):
+        pass
+
+    async def cost(count: int) -> int:
+        for number in range(count):
+            await mem.topics.create(f"t{count}.n{number}")
+        with counted_calls() as calls:
+            await mem.routes.put(penstock.Route(f"t{count}.n1", "billing"))
+            await mem.routes.remove(f"t{count}.n1", "billing")
+        lanes = (await mem.groups.info("billing")).lanes
+        assert f"t{count}.n1" in {lane.topic for lane in lanes}
+        return calls.count
+
+    await cost(10)
+    few = await cost(100)
+    assert await cost(500) < 1.5 * few
+
+
+async def test_reply_inboxes_leave_nothing_in_the_state(tmp_path: Path) -> None:
+    """Each was remembered for ever as a topic that was deleted."""
+
+    async def size_after(count: int) -> int:
+        folder = tmp_path / str(count)
+        small = {"journal.file_bytes": 1 << 20, "sealing.process": False, "sealing.grace_s": 0.0}
+        async with penstock.connect(folder, **small) as bus:
+            for number in range(count):
+                await bus.ask(CreateTopic(f"_inbox.n{number}", TopicSpec(ephemeral=True)))
+                await bus.ask(DeleteTopic(f"_inbox.n{number}"))
+            for _ in range(20):  # until a file is full, and a snapshot is made of it
+                await bus.publish_many("filler", [os.urandom(100_000)])
+            await until(lambda: any((folder / "state").glob("*.snap")))
+        return max(path.stat().st_size for path in (folder / "state").glob("*.snap"))
+
+    assert await size_after(200) < await size_after(10) + 1_000
+
+
+def test_dead_letters_are_kept_as_long_as_their_copies(world: Any) -> None:
+    """They were never dropped but by a purge (B15)."""
+    here = world(3, retention__age_s=100.0, journal__roll_after_s=20.0)
+
+    async def fail(bus: penstock.Bus) -> int:
+        async with bus.subscribe("work", group="g", retry=penstock.Retry.none()) as sub:
+            for number in range(20):
+                await bus.publish("work", b"%d" % number)
+                await (await anext(sub)).reject("no")
+        await bus.flush()
+        return len(await bus.dead_letters.list())
+
+    async def wait(bus: penstock.Bus) -> int:
+        for _ in range(40):
+            await asyncio.sleep(10)
+            await bus.publish("tick", bytes(5_000))
+        return len(await bus.dead_letters.list())
+
+    assert here.run(fail) == 20
+    assert here.run(wait) == 0
+    assert here.run(lambda bus: fail(bus)) == 20  # what is newer stays, also through a restart
+    assert here.run(lambda bus: bus.dead_letters.list(limit=5)) != []
+
+
+def test_what_retention_took_while_nobody_was_there_is_forgotten_at_the_start(world: Any) -> None:
+    here = world(3, retention__age_s=100.0, journal__roll_after_s=20.0)
+
+    async def fail(bus: penstock.Bus) -> None:
+        async with bus.subscribe("work", group="g", retry=penstock.Retry.none()) as sub:
+            await bus.publish("work", b"x")
+            await (await anext(sub)).reject("no")
+        await bus.flush()
+        assert len(await bus.dead_letters.list()) == 1
+
+    async def look(bus: penstock.Bus) -> None:
+        for _ in range(30):
+            await asyncio.sleep(10)
+        assert await bus.dead_letters.list() == []
+
+    here.run(fail)
+    here.run_and_die(look, power=False)
+    assert here.run(lambda bus: bus.dead_letters.list()) == []
 
 
 # -- delivery (B14) --------------------------------------------------------------------------------
