@@ -83,6 +83,7 @@ class RouteCatalogue:
     def __init__(self) -> None:
         self._tree: RouteTree[str] = RouteTree()
         self._routes: dict[str, dict[str, Route]] = {}  # by pattern, then by destination
+        self._leading: dict[str, set[str]] = {}  # patterns by the destination of their routes
         self._count = 0
         self._version = 0
 
@@ -127,6 +128,7 @@ class RouteCatalogue:
             routes = self._routes[route.pattern] = {}
             self._tree.add(route.pattern, route.pattern)
         routes[route.destination] = route
+        self._leading.setdefault(route.destination, set()).add(route.pattern)
         self._count += present is None
         self._version += 1
         return True
@@ -136,6 +138,10 @@ class RouteCatalogue:
         route = self.get(pattern, destination)
         routes = self._routes[pattern]
         del routes[destination]
+        leading = self._leading[destination]
+        leading.discard(pattern)
+        if not leading:
+            del self._leading[destination]
         if not routes:
             del self._routes[pattern]
             self._tree.remove(pattern, pattern)
@@ -165,6 +171,10 @@ class RouteCatalogue:
         ]
         routes.sort(key=_by_priority)
         return routes
+
+    def leading_to(self, destination: str) -> list[str]:
+        """The patterns of all routes to a destination, disabled ones included."""
+        return sorted(self._leading.get(destination, ()))
 
     def encode(self) -> bytes:
         """Turn the catalogue into JSON that carries its format, its version and a SHA-256.

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from datetime import date, timedelta
+from functools import lru_cache
 from typing import NamedTuple
 
 import msgspec
@@ -31,6 +32,10 @@ comes back after 40 years at the latest, so what is not found in 41 years never 
 
 MAX_COUNT_DAYS = 36_525
 """How many days `Cron.count` looks at: a century, so that a broken clock cannot stall the caller."""
+
+KEPT_CRONS = 1_024
+"""Expressions that stay parsed: every firing of a schedule needs its own again. A dense one takes
+40 kB."""
 
 MINUTE_US = 60_000_000
 DAY_US = 1_440 * MINUTE_US
@@ -146,6 +151,7 @@ class Cron(msgspec.Struct, frozen=True):
         return None
 
 
+@lru_cache(maxsize=KEPT_CRONS)
 def parse_cron(text: str) -> Cron:
     """Read a cron expression; one that is malformed or can never fire raises InvalidSchedule.
 

@@ -77,7 +77,11 @@ class QueueGroup:
         self._entries: list[Entry] = []
         self._dirty: dict[int, Lease] = {}
         self._turn: deque[Member] = deque()
+        self.unread = 0
+        """Events of all lanes that were never handed out."""
         self._work: deque[Lane] = deque()
+        self._urgent: deque[Lane] = deque()
+        """Lanes in line whose priorities are compared first."""
         self._ready: deque[Run] = deque()
         self._unseen: deque[Run] = deque()
         self._retries: list[tuple[float, int, Run]] = []
@@ -86,8 +90,6 @@ class QueueGroup:
         self._dying: dict[tuple[Lane, int], int] = {}
         self._gate = KeyGate() if spec.order == "key" else None
         self._priorities = Priorities()
-        self._urgent: set[Lane] = set()
-        """Lanes that wait with events that may have priorities."""
         self._later: dict[tuple[Lane, int], float] = {}
         """When events whose keys are not known yet may come again."""
         self._leased_before: deque[Run] = deque()
@@ -120,11 +122,22 @@ class QueueGroup:
         self._queue(lane)
 
     def _queue(self, lane: Lane) -> None:
-        if lane.urgent:
-            self._urgent.add(lane)
-        if not lane.queued and lane.cursor < lane.end:
-            lane.queued = True
-            self._work.append(lane)
+        """Put a lane in its line if it has something; to be called whenever its cursor or end moved."""
+        unread = max(0, lane.end - lane.cursor)
+        self.unread += unread - lane.unread
+        lane.unread = unread
+        line = self._line_of(lane) if unread else None
+        if lane.line is line:
+            return
+        if lane.line is not None:
+            lane.line.remove(lane)
+        lane.line = line
+        if line is not None:
+            line.append(lane)
+
+    def _line_of(self, lane: Lane) -> deque[Lane]:
+        # With an order by key, keys come before priorities.
+        return self._urgent if lane.urgent and self._gate is None else self._work
 
     def join(self, member_id: str, max_inflight: int, now: float = 0.0) -> Member:
         """A consumer offers to hold up to `max_inflight` events; who is there as this one leaves."""
@@ -300,8 +313,7 @@ class QueueGroup:
         credit = min(member.max_inflight - member.inflight, MAX_LEASE_EVENTS)
         if len(self.members) <= 1 or self.spec.order == "single":
             return credit
-        waiting = sum(lane.end - lane.cursor for lane in self._work)
-        return max(1, min(credit, waiting // len(self.members)))
+        return max(1, min(credit, self.unread // len(self.members)))
 
     def _next_run(self, limit: int) -> Run | None:
         if self._gate is not None:
@@ -318,9 +330,8 @@ class QueueGroup:
             if self._unseen:
                 run = cut(self._unseen, PRIORITY_WINDOW_EVENTS)
             elif self._urgent:
-                lane = next(lane for lane in self._work if lane.urgent)
-                ahead = lane.urgent_to - lane.cursor
-                run = self._advance(lane, min(PRIORITY_WINDOW_EVENTS, ahead))
+                ahead = self._urgent[0].urgent_to - self._urgent[0].cursor
+                run = self._advance(self._urgent, min(PRIORITY_WINDOW_EVENTS, ahead))
             else:
                 break
             if not self._compare(run):
@@ -400,26 +411,16 @@ class QueueGroup:
         """The next events that were never handed out (or came back from recovery)."""
         if self._gate is not None and self._unseen:
             return cut(self._unseen, limit)
-        for lane in self._work:
-            # Urgent lanes wait in `_priorities`, or for their priorities to be loaded.
-            if self._gate is not None or not lane.urgent:
-                return self._advance(lane, limit)
-        return None
+        # Urgent lanes wait in `_priorities`, or for their priorities to be loaded.
+        return self._advance(self._work, limit) if self._work else None
 
-    def _advance(self, lane: Lane, limit: int) -> Run:
+    def _advance(self, line: deque[Lane], limit: int) -> Run:
+        lane = line.popleft()
+        lane.line = None
         run = Run(lane, lane.cursor, min(limit, lane.end - lane.cursor), 0)
-        self._move(lane, lane.cursor + run.count)
+        lane.cursor += run.count
+        self._queue(lane)  # at the back: lanes take turns
         return run
-
-    def _move(self, lane: Lane, cursor: int) -> None:
-        """Go on in a lane from elsewhere; it waits at the back: lanes take turns."""
-        lane.cursor = cursor
-        if not lane.urgent:
-            self._urgent.discard(lane)
-        if lane.queued:
-            self._work.remove(lane)
-            lane.queued = False
-        self._queue(lane)
 
     def _lease(self, run: Run, member: Member, now: float) -> Lease:
         lease = Lease(self.fence, run, member)

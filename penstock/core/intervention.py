@@ -44,7 +44,8 @@ def _set_apart(group: QueueGroup, lane: Lane, offset: int) -> None:
     before = Run(lane, lane.cursor, offset - lane.cursor, 0)
     lane.end = max(lane.end, offset + 1)
     group._entries.append(Retried(group.name, lane.topic, lane.partition, offset, 1, 0, AT_ONCE_MS))
-    group._move(lane, offset + 1)
+    lane.cursor = offset + 1
+    group._queue(lane)
     if before.count:
         plain = group._gate is None and before.start >= lane.urgent_to
         (group._ready if plain else group._unseen).append(before)
@@ -62,6 +63,15 @@ def revive(group: QueueGroup, lane: Lane, offset: int, now: float) -> None:
     # Its key was let go when it was buried: it waits for its turn like any other.
     group._entries.append(Retried(group.name, lane.topic, lane.partition, offset, 1, 0, 0))
     group._unseen.append(run)
+
+
+def end(group: QueueGroup) -> None:
+    """The group is deleted: nothing held of it can be settled any more."""
+    for lease in list(group.leases.values()):
+        for index in range(lease.count):
+            if lease.states[index] == OUT:
+                group._close(lease, index, FENCED)
+    group.doomed.clear()
 
 
 def reset(group: QueueGroup, lane: Lane, offset: int) -> None:
@@ -88,4 +98,5 @@ def reset(group: QueueGroup, lane: Lane, offset: int) -> None:
         group._gate.forget(lane)
     lane.known = max(lane.known, lane.cursor)
     lane.looked_to = 0
-    group._move(lane, offset)
+    lane.cursor = offset
+    group._queue(lane)

@@ -32,7 +32,7 @@ STATES = ("dispatched", "acked", "nacked", "expired", "rejected", "returned", "f
 class Lane:
     """One partition as one group sees it."""
 
-    __slots__ = ("cursor", "end", "known", "looked_to", "partition", "queued", "topic", "urgent_to")
+    __slots__ = ("cursor", "end", "known", "line", "looked_to", "partition", "topic", "unread", "urgent_to")  # fmt: skip
 
     def __init__(
         self, topic: str, partition: int, cursor: int, end: int, urgent_to: int = 0
@@ -45,11 +45,14 @@ class Lane:
         """Behind the last event that may be handed out."""
         self.known = 0
         """What lies before it the group had before an operator gave it something again."""
-        self.queued = False
+        self.line: deque[Lane] | None = None
+        """Where it stands in line, while it has something to hand out."""
         self.urgent_to = urgent_to
         """Behind the last event that may have a priority."""
         self.looked_to = 0
         """Behind the last event whose priority was compared with others."""
+        self.unread = 0
+        """Events that were never handed out, as its group has counted them."""
 
     @property
     def urgent(self) -> bool:

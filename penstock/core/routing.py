@@ -8,7 +8,7 @@ there are. docs/reference/routing.md has the picture, the order of matches and t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from penstock.model.topic import ANY_WORDS, ONE_WORD, check_pattern, is_system, precedence
 
@@ -339,3 +339,72 @@ def _search(start: _Node[T], words: tuple[str, ...], start_at: int) -> list[_Nod
                 if words[at + 1 : stop] == child.path:
                     waiting.append((child, stop, stop))
     return list(matched)
+
+
+Words = dict[str, Any]
+"""What may follow a word: the next words, and under the empty one the topic that ends there."""
+
+
+class TopicTree:
+    """Find the topics that a pattern selects: the other way round than `RouteTree`.
+
+    A look-up visits the topics that share the pattern's first words, and of those the ones that its
+    wildcards open. Patterns are taken as checked.
+
+    >>> tree = TopicTree()
+    >>> for topic in ("orders.new", "orders.new.eu", "_dlq.acme"): tree.add(topic)
+    >>> tree.select("orders.#"), tree.select("*.new"), tree.select("#.acme")
+    (['orders.new', 'orders.new.eu'], ['orders.new'], [])
+    """
+
+    def __init__(self) -> None:
+        self._root: Words = {}
+
+    def add(self, topic: str) -> None:
+        """A topic is there; nothing changes when it was."""
+        node = self._root
+        for word in topic.split("."):
+            node = node.setdefault(word, {})
+        node[""] = topic
+
+    def remove(self, topic: str) -> None:
+        """A topic is gone; nothing changes when it was not there."""
+        trail = [("", self._root)]
+        for word in topic.split("."):
+            following = trail[-1][1].get(word)
+            if following is None:
+                return
+            trail.append((word, following))
+        trail[-1][1].pop("", None)
+        while len(trail) > 1 and not trail[-1][1]:
+            word, _ = trail.pop()
+            del trail[-1][1][word]
+
+    def select(self, pattern: str) -> list[str]:
+        """The topics that a pattern selects, in no order to rely on but the same each time."""
+        words = pattern.split(".")
+        found: dict[str, None] = {}
+        seen: set[tuple[int, int]] = set()  # two `#` lead to the same place in several ways
+        waiting = [(self._root, 0)]
+        while waiting:
+            node, at = waiting.pop()
+            if (id(node), at) in seen:
+                continue
+            seen.add((id(node), at))
+            if at == len(words):
+                if "" in node:
+                    found[node[""]] = None
+            elif words[at] not in (ONE_WORD, ANY_WORDS):
+                if words[at] in node:
+                    waiting.append((node[words[at]], at + 1))
+            else:
+                many = words[at] == ANY_WORDS
+                below = [child for word, child in node.items() if self._open(node, word)]
+                waiting += [(child, at + (not many)) for child in reversed(below)]
+                if many:
+                    waiting.append((node, at + 1))
+        return list(found)
+
+    def _open(self, node: Words, word: str) -> bool:
+        """Whether a wildcard stands for this word: for no end, and for no topic of the bus itself."""
+        return bool(word) and not (node is self._root and is_system(word))

@@ -198,10 +198,18 @@ class Recurring:
 
     def undo(self, put: Definition, before: Definition | None) -> None:
         """What was put could not be kept: have what was there before, unless it changed again."""
-        if self._definitions.get(put.id) == put:
+        if self.holds(put):
             self.remove(put.id)
             if before is not None:
-                self.restore([*self.definitions(), before])
+                self.hold(before)
+
+    def hold(self, definition: Definition) -> None:
+        """Have this definition exactly as it is, in place of the one with its id."""
+        if definition.cron is None:
+            self._crons.pop(definition.id, None)
+        else:
+            self._crons[definition.id] = parse_cron(definition.cron)
+        self._store(definition)
 
     def remove(self, id: str) -> Definition:
         """Forget a definition and give it back."""
@@ -225,10 +233,10 @@ class Recurring:
         """All definitions, ordered by id."""
         return sorted(self._definitions.values(), key=lambda definition: definition.id)
 
-    def due(self, now_us: int) -> list[tuple[Definition, int]]:
+    def due(self, now_us: int, limit: int | None = None) -> list[tuple[Definition, int]]:
         """(definition, due_us) of what fires now; each definition already holds its next firing."""
         found: list[tuple[Definition, int]] = []
-        for due, id in self._timers.pop_due(now_us):
+        for due, id in self._timers.pop_due(now_us, limit):
             due_us, definition = int(due), self._definitions[id]
             missed = self._count(definition, due_us, now_us)
             next_us = self._tick_after(definition, due_us, now_us)
@@ -240,9 +248,13 @@ class Recurring:
 
     def put_back(self, definition: Definition, due_us: int, now_us: int) -> None:
         """What `due` gave out at `now_us` could not be published: it stays due."""
-        if self._definitions.get(definition.id) == definition:  # and nobody changed it meanwhile
+        if self.holds(definition):
             missed = definition.missed - self._count(definition, due_us, now_us)
             self._store(msgspec.structs.replace(definition, next_us=due_us, missed=missed))
+
+    def holds(self, definition: Definition) -> bool:
+        """Whether a definition is in force as it stands here: not removed and not changed since."""
+        return self._definitions.get(definition.id) == definition
 
     def next_due_us(self) -> int | None:
         """When the next definition fires, or None."""
@@ -256,9 +268,7 @@ class Recurring:
         """Replace the whole state by what `definitions` gave."""
         self._definitions, self._crons, self._timers = {}, {}, Timers()
         for definition in definitions:
-            if definition.cron is not None:
-                self._crons[definition.id] = parse_cron(definition.cron)
-            self._store(definition)
+            self.hold(definition)
 
     def _store(self, definition: Definition) -> Definition:
         self._definitions[definition.id] = definition

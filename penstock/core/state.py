@@ -42,6 +42,10 @@ from penstock.core.schedule import Definition, Schedule, ScheduleState
 from penstock.model.errors import Corrupted
 
 Place = tuple[str, int]
+# Reply inboxes: each name is made up for one connection, and never used again.
+INBOX = "_inbox."
+# Deleted topics whose ends are remembered; one that was deleted before these begins at 0 again.
+MAX_DELETED = 10_000
 # Publishes of one session that are recognised when they come again after a crash.
 REMEMBERED_PUBLISHES = 256
 
@@ -124,7 +128,7 @@ class State:
     def __init__(self) -> None:
         self.topics: dict[str, TopicSpec] = {}
         self.deleted: dict[str, tuple[int, ...]] = {}
-        """Where deleted topics ended, so that offsets are never given out twice."""
+        """Where the last topics to be deleted ended, so that offsets are not given out twice."""
         self.groups: dict[str, GroupState] = {}
         self.dead: dict[str, DeadLetter] = {}
         self.schedule = Schedule()
@@ -157,8 +161,8 @@ class State:
         self._appliers[type(entry)](entry)  # type: ignore[operator]
 
     def apply_live(self, entry: AnyEntry) -> None:
-        """Make one change in a running engine, whose machines already know about deliveries."""
-        if isinstance(entry, Leased | Acked | Retried | GroupPut | DeadLetterEntry):
+        """Make one change in a running engine, whose machines know of deliveries and ticks before."""
+        if isinstance(entry, Leased | Acked | Retried | GroupPut | RecurringPut | DeadLetterEntry):
             return
         if isinstance(entry, LaneSet):
             group = self.groups.get(entry.group)
@@ -172,11 +176,21 @@ class State:
 
     def _topic_gone(self, entry: TopicGone) -> None:
         self.topics.pop(entry.topic, None)
-        self.deleted[entry.topic] = entry.ends
+        self._forget(entry.topic, entry.ends)
+        gone = [(entry.topic, partition) for partition in range(len(entry.ends))]
         for group in self.groups.values():
-            for places in (group.ledgers, group.cursors, group.epochs):
-                for place in [place for place in places if place[0] == entry.topic]:
-                    del places[place]
+            for place in gone:
+                group.ledgers.pop(place, None)
+                group.cursors.pop(place, None)
+                group.epochs.pop(place, None)
+
+    def _forget(self, topic: str, ends: tuple[int, ...]) -> None:
+        """Remember where a deleted topic ended, unless its name never comes again."""
+        self.deleted.pop(topic, None)
+        if not topic.startswith(INBOX):
+            self.deleted[topic] = ends
+            if len(self.deleted) > MAX_DELETED:
+                del self.deleted[next(iter(self.deleted))]
 
     def _group_put(self, entry: GroupPut) -> None:
         group = self.groups.get(entry.group)
@@ -269,8 +283,7 @@ class State:
 
     def _recurring_put(self, entry: RecurringPut) -> None:
         definition = msgspec.msgpack.decode(entry.definition, type=Definition)
-        others = [each for each in self.schedule.recurring.definitions() if each.id != entry.id]
-        self.schedule.recurring.restore([*others, definition])
+        self.schedule.recurring.hold(definition)
 
     def _recurring_gone(self, entry: RecurringGone) -> None:
         self.schedule.recurring.remove(entry.id)
@@ -353,9 +366,11 @@ def load_pieces(pieces: list[Piece]) -> State:
 def _load(state: State, piece: Piece) -> None:
     decode = msgspec.msgpack.decode
     if piece.kind == TOPICS:
-        state.topics, state.deleted = decode(
+        state.topics, deleted = decode(
             piece.body, type=tuple[dict[str, TopicSpec], dict[str, tuple[int, ...]]]
         )
+        for topic, ends in deleted.items():  # older snapshots have all there ever were
+            state._forget(topic, ends)
     elif piece.kind == GROUP:
         (spec, fence, generation), cursors = decode(
             piece.body, type=tuple[tuple[GroupSpec, int, int], list[list[Any]]]

@@ -60,12 +60,16 @@ log = logging.getLogger("penstock.engines")
 
 # Doomed events buried in one journal entry.
 BURY_CHUNK = 256
+FORGET_CHUNK = 1_024  # records that are forgotten in one journal entry
 QUARANTINE = -1  # offset of a dead letter that was never an event of the log
+
+
+DEAD_LETTERS = "_dlq."
 
 
 def dead_letter_topic(tenant: str) -> str:
     """Where the dead letters of a tenant lie (row X4)."""
-    return f"_dlq.{tenant}"
+    return f"{DEAD_LETTERS}{tenant}"
 
 
 class Outcome(msgspec.Struct):
@@ -243,6 +247,21 @@ class Graveyard:
             f"{event.token}@{consumer}", consumer, event.topic, event.partition, event.offset,
             event.tenant, attempts, reason, at_us, receipt.offset,
         )  # fmt: skip
+
+    # -- their end -------------------------------------------------------------------------------
+
+    async def forget_expired(self, tenants: Iterable[str]) -> None:
+        """Drop the records of letters whose copy retention took: they are kept as long as it is."""
+        log = self._engine.log
+        firsts = {name: log.bounds(dead_letter_topic(name), 0)[0] for name in tenants}
+        gone = [
+            letter.id
+            for letter in self._engine.state.dead.values()
+            if letter.stored < firsts.get(letter.tenant, 0)
+        ]
+        for start in range(0, len(gone), FORGET_CHUNK):
+            chunk = gone[start : start + FORGET_CHUNK]
+            await self._engine.intake.write_entries([DeadPurged(id) for id in chunk])
 
     # -- operators -----------------------------------------------------------------------------
 

@@ -84,17 +84,17 @@ class Dispatcher:
         gone = self.groups.pop(name, None)
         self._news.pop(name, None)
         self._soon.discard(name)
-        if gone is not None:
-            self.forget_handed(gone)
-            for lane in gone.lanes.values():
-                intervention.reset(gone, lane, lane.end)
+        if gone is None:
+            return
+        self.forget_handed(gone)
+        intervention.end(gone)
         if name in self._alarms:
             self._alarms.pop(name)[1].cancel()
-        for (group, member), inbox in list(self._inboxes.items()):
-            if group == name:
+        for member in gone.members:
+            inbox = self._inboxes.pop((name, member), None)
+            if inbox is not None:
                 inbox.stop(error)
                 self.windows.left(inbox.member)
-                del self._inboxes[group, member]
 
     def join(self, name: str, member_id: str, max_inflight: int, tenant: str) -> Inbox:
         """A consumer of a tenant begins to receive; one that is there under its name gets no more."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -20,7 +20,7 @@ from penstock.core.entry import (
     LaneSet,
     as_recovered,
 )
-from penstock.core.routing import RouteTree
+from penstock.core.routing import RouteTree, TopicTree
 from penstock.core.state import GroupState, Place
 from penstock.core.takeup import restore
 from penstock.engines.logreader import LogGroup
@@ -44,6 +44,7 @@ class Groups:
         self.logs: dict[str, LogGroup] = {}
         self._engine = engine
         self._tree: RouteTree[str] = RouteTree()
+        self._topics = TopicTree()
         self._readers: dict[str, list[QueueGroup | LogGroup]] = {}
 
     # -- life ----------------------------------------------------------------------------------
@@ -52,6 +53,8 @@ class Groups:
         """Take up the groups that recovery found; returns what ends with the process that died."""
         engine = self._engine
         gone: list[Entry] = []
+        for topic in engine.state.topics:
+            self._topics.add(topic)
         for name, group in list(engine.state.groups.items()):
             if group.spec.ephemeral:
                 gone.append(GroupGone(name))
@@ -66,7 +69,7 @@ class Groups:
         engine = self._engine
         for pattern in group.spec.patterns:
             self._tree.add(pattern, name)
-        self._readers.clear()
+        self._forget_readers(name)
         if group.spec.mode == "log":
             started = self.logs[name] = LogGroup(
                 name, group, engine.log, engine.runtime, engine.intake.write_entries
@@ -116,9 +119,9 @@ class Groups:
         engine.state.groups[name] = group
         self._start(name, group)
         entries: list[Entry] = [GroupPut(name, spec)]
-        for topic in engine.state.topics:
-            if self._reads(name, topic):
-                entries += self._open_lanes(name, topic, spec.start)
+        for topic in self._read_by(name):
+            entries += self._open_lanes(name, topic, spec.start)
+        self._lanes_changed(name)
         return entries
 
     def _change(self, name: str, spec: GroupSpec) -> list[Entry]:
@@ -126,17 +129,18 @@ class Groups:
         group = engine.state.groups[name]
         for pattern in group.spec.patterns:
             self._tree.remove(pattern, name)
+        self._forget_readers(name)
         for pattern in spec.patterns:
             self._tree.add(pattern, name)
-        self._readers.clear()
         group.spec = spec
+        self._forget_readers(name)
         machine = engine.dispatcher.groups.get(name)
         if machine is not None:
             machine.spec = spec
         entries: list[Entry] = [GroupPut(name, spec)]
-        for topic in engine.state.topics:
-            if self._reads(name, topic):
-                entries += self._open_lanes(name, topic, "latest")
+        for topic in self._read_by(name):
+            entries += self._open_lanes(name, topic, "latest")
+        self._lanes_changed(name)
         return entries
 
     async def remove(self, name: str, extra: list[Entry]) -> None:
@@ -154,7 +158,7 @@ class Groups:
             return []
         for pattern in group.spec.patterns:
             self._tree.remove(pattern, name)
-        self._readers.clear()
+        self._forget_readers(name)
         gone = UnknownGroup(
             f"group {name!r} was deleted; subscribe again to make it anew", group=name
         )
@@ -188,9 +192,9 @@ class Groups:
         for group in self.readers_of(topic):
             if not group.name.startswith(DIRECT) or isinstance(group, LogGroup):
                 continue
-            waits = [(lane.topic, lane.end - lane.cursor) for lane in group.lanes.values()]
-            own = sum(events for name, events in waits if name == topic)
-            found = max(found or Waiting(0, 0), Waiting(own, sum(events for _, events in waits)))
+            lanes = map(group.lanes.get, self._engine.topics.places(topic))
+            own = sum(lane.unread for lane in lanes if lane is not None)
+            found = max(found or Waiting(0, 0), Waiting(own, group.unread))
         if found is not None and self._engine.admission.max_queued(tenant) is not None:
             return found._replace(of_tenant=self.queued(tenant, topic))
         return found
@@ -208,8 +212,25 @@ class Groups:
 
     # -- lanes ---------------------------------------------------------------------------------
 
-    def _reads(self, name: str, topic: str) -> bool:
-        return name in self._names_for(topic)
+    def _read_by(self, name: str) -> list[str]:
+        """The topics that a group reads, by its patterns and by routes."""
+        engine = self._engine
+        found = dict.fromkeys(self._selected(engine.state.groups[name].spec.patterns))
+        for topic in self._selected(engine.routes.leading_to(name)):
+            if topic not in found and name in self._names_for(topic):
+                found[topic] = None
+        return list(found)
+
+    def _selected(self, patterns: Iterable[str]) -> Iterator[str]:
+        topics = self._engine.state.topics
+        for pattern in patterns:
+            yield from (topic for topic in self._topics.select(pattern) if topic in topics)
+
+    def _forget_readers(self, name: str) -> None:
+        """Look again who reads the topics that a group may read, or may have read."""
+        if self._readers:
+            for topic in self._read_by(name):
+                self._readers.pop(topic, None)
 
     def _names_for(self, topic: str) -> list[str]:
         names = self._tree.match(topic)
@@ -224,7 +245,8 @@ class Groups:
 
     def topic_made(self, topic: str, first: int, count: int) -> list[Entry]:
         """Partitions `first` to `count` of a topic are new: groups that match read them from the start."""
-        self._readers.clear()
+        self._topics.add(topic)
+        self._readers.pop(topic, None)
         entries: list[Entry] = []
         for name in self._names_for(topic):
             for partition in range(first, count):
@@ -235,12 +257,15 @@ class Groups:
 
     def topic_gone(self, topic: str) -> None:
         """Nobody reads a deleted topic."""
+        self._topics.remove(topic)
         self._readers.pop(topic, None)
+        places = list(self._engine.topics.places(topic))
         for group in self.logs.values():
-            places = [place for place in group.state.cursors if place[0] == topic]
-            for place in places:
-                del group.state.cursors[place]
-            if places:
+            cursors = group.state.cursors
+            read = [place for place in places if place in cursors]
+            for place in read:
+                del cursors[place]
+            if read:
                 group.lanes_changed()
 
     def _open_lanes(self, name: str, topic: str, start: str) -> list[Entry]:
@@ -250,7 +275,6 @@ class Groups:
             if not self._has_lane(name, (topic, partition)):
                 offset = self.offset_for(topic, partition, start)
                 entries.append(self._open_lane(name, (topic, partition), offset))
-        self._lanes_changed(name)
         return entries
 
     def _has_lane(self, name: str, place: Place) -> bool:
@@ -300,13 +324,18 @@ class Groups:
             start=start,
         )
 
-    def routes_changed(self) -> list[Entry]:
-        """Routes bind topics to groups: open the lanes that are new, from now on."""
-        self._readers.clear()
+    def route_changed(self, pattern: str) -> list[Entry]:
+        """A route binds topics to a group: open the lanes that are new, from now on."""
         entries: list[Entry] = []
-        for topic in self._engine.state.topics:
+        changed: set[str] = set()
+        for topic in self._selected([pattern]):
+            self._readers.pop(topic, None)
             for name in self._names_for(topic):
-                entries += self._open_lanes(name, topic, "latest")
+                if opened := self._open_lanes(name, topic, "latest"):
+                    entries += opened
+                    changed.add(name)
+        for name in sorted(changed):
+            self._lanes_changed(name)
         return entries
 
     # -- every commit --------------------------------------------------------------------------

@@ -10,10 +10,13 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from penstock.core.state import INBOX
+from penstock.engines.deadletters import DEAD_LETTERS
 from penstock.engines.timekeeper import SCHEDULED
 from penstock.engines.views import retention_of
 from penstock.log.disk import RealDisk
@@ -26,7 +29,7 @@ from penstock.log.sealer import InlineSealer, Sealer, SealerProcess
 from penstock.log.segment import SegmentInfo
 from penstock.log.side import side_path
 from penstock.log.snapshot import Fold
-from penstock.model.errors import Corrupted, PenstockError
+from penstock.model.errors import Corrupted, PenstockError, Rejected
 from penstock.model.settings import Retention
 
 if TYPE_CHECKING:
@@ -63,7 +66,8 @@ class Housekeeper:
         self._side = engine.recovered.side
         self._clock = RetentionClock(engine.log.manifest.at_us)
         self._looked_at = engine.runtime.now()
-        self._idle: asyncio.Future[None] | None = None
+        self._letters_of = {letter.tenant for letter in engine.state.dead.values()}
+        """Tenants some of whose dead letters may have left the log: at the start any of them."""
 
     def _make_sealer(self) -> Sealer:
         disk, runtime = self._engine.disk, self._engine.runtime
@@ -232,7 +236,8 @@ class Housekeeper:
         general = self._engine.settings.retention
         spec = self._engine.state.topics.get(topic)
         if spec is None:
-            return general if topic not in self._engine.state.deleted else Retention(age_s=0.0)
+            gone = topic in self._engine.state.deleted or topic.startswith(INBOX)
+            return Retention(age_s=0.0) if gone else general
         return retention_of(spec, general)
 
     async def _retain(self) -> None:
@@ -257,6 +262,15 @@ class Housekeeper:
             engine.stored.rewritten([], verdict.segments, None)
             for info in verdict.segments:
                 self._discard(info.path)
+            self._letters_of |= {
+                topic.removeprefix(DEAD_LETTERS)
+                for topic, _ in verdict.starts
+                if topic.startswith(DEAD_LETTERS)
+            }
+        if self._letters_of:
+            with suppress(Rejected):  # of a full disk: the next round comes back to them
+                await engine.graveyard.forget_expired(self._letters_of)
+                self._letters_of.clear()
 
     def _waiting_segments(self) -> set[int]:
         """Segments with delayed events that have not come: retention must leave them."""

@@ -97,7 +97,7 @@ class StandingOrders:
             )
             await engine.save_routes()
             await engine.intake.submit(
-                [], when_taken=lambda _: [*engine.groups.routes_changed(), audit]
+                [], when_taken=lambda _: [*engine.groups.route_changed(pattern), audit]
             )
         except PenstockError:
             await self._undo(pattern, destination, before)

@@ -29,8 +29,9 @@ URGENCY = "penstock-priority"
 LABELS = (TARGET, TARGET_PARTITION, TIME_TO_LIVE, URGENCY)
 # The most a label can say: what the column can hold in which it ends.
 MAX_TIME_US, MAX_URGENCY = (1 << 63) - 1, 255
-# Delayed events published in one journal entry.
+# Delayed events published in one journal entry, and recurring ones.
 FIRE_CHUNK = 256
+FIRE_BYTES = 1 << 20  # payload bytes of recurring events in one entry; twice, with the definitions
 # The wall clock may jump; look at it at least this often.
 LOOK_AGAIN_S = 1.0
 
@@ -164,32 +165,61 @@ class Timekeeper:
 
     async def _fire_recurring(self) -> None:
         recurring, now_us = self._engine.state.schedule.recurring, self._engine.runtime.wall_us()
-        due = recurring.due(now_us)
+        while due := recurring.due(now_us, FIRE_CHUNK):
+            await self._publish_ticks(due, now_us)
+
+    async def _publish_ticks(self, due: list[tuple[Definition, int]], now_us: int) -> None:
+        """Publish these together; when one of them cannot be published, each by itself."""
+        alone = False
         while due:
+            ticks = due[:1] if alone else _at_once(due)
             try:
-                await self._publish_tick(*due[0])
+                await self._submit_ticks(ticks)
             except Rejected:
                 for definition, due_us in due:
-                    recurring.put_back(definition, due_us, now_us)
+                    self._engine.state.schedule.recurring.put_back(definition, due_us, now_us)
                 raise
             except (BusClosed, WriterFailed):
                 raise
             except PenstockError as error:
-                log.error("recurring event %r cannot be published: %s", due[0][0].id, error)
-            del due[0]
+                if len(ticks) > 1:
+                    alone = True
+                    continue
+                log.error("recurring event %r cannot be published: %s", ticks[0][0].id, error)
+            del due[: len(ticks)]
 
-    async def _publish_tick(self, definition: Definition, due_us: int) -> None:
+    async def _submit_ticks(self, ticks: list[tuple[Definition, int]]) -> None:
         engine = self._engine
-        draft = Draft(
-            definition.topic,
-            [definition.payload],
-            tenant=engine.topics.tenant_for(definition.topic),
-            codec=definition.codec,
-        )
-        draft.headers = [{**definition.headers, "penstock-schedule": definition.id}]
-        draft.times_us = [due_us]
-        put = RecurringPut(definition.id, msgspec.msgpack.encode(definition))
-        await engine.intake.submit([draft], entries=[put])
+        recurring = engine.state.schedule.recurring
+        drafts: list[Draft] = []
+        for definition, due_us in ticks:
+            tenant = engine.topics.tenant_for(definition.topic)
+            draft = Draft(
+                definition.topic, [definition.payload], tenant=tenant, codec=definition.codec
+            )
+            draft.headers = [{**definition.headers, "penstock-schedule": definition.id}]
+            draft.times_us = [due_us]
+            drafts.append(draft)
+
+        def entries(_: list[Receipt]) -> list[Entry]:
+            # A definition that was removed or replaced meanwhile stays removed or replaced.
+            return [
+                RecurringPut(definition.id, msgspec.msgpack.encode(definition))
+                for definition, _ in ticks
+                if recurring.holds(definition)
+            ]
+
+        await engine.intake.submit(drafts, when_taken=entries)
+
+
+def _at_once(due: list[tuple[Definition, int]]) -> list[tuple[Definition, int]]:
+    """The first of what is due, as many as one journal entry should hold."""
+    size = 0
+    for number, (definition, _) in enumerate(due):
+        size += len(definition.payload)
+        if size > FIRE_BYTES:
+            return due[: max(1, number)]
+    return due[:]
 
 
 def _number(label: str | None, most: int) -> int | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -76,6 +78,10 @@ class Topics:
             log.floor = floor
             log.end, log.next = max(log.end, floor), max(log.next, floor)
 
+    def places(self, topic: str) -> Iterator[tuple[str, int]]:
+        """A topic with each of its partitions."""
+        return zip(repeat(topic), range(self._engine.state.topics[topic].partitions), strict=False)
+
     def ends(self, topic: str) -> list[int]:
         """The next offset of each partition."""
         count = self._engine.state.topics[topic].partitions
@@ -90,7 +96,7 @@ class Topics:
                     intervention.reset(group, lane, lane.end)
                     del group.lanes[topic, partition]
                     self._engine.dispatcher.touched(group)  # its members may have room now
-        self._engine.log.drop_topic(topic)
+        self._engine.log.drop(self.places(topic))
         self._engine.fold.dedup.pop(topic, None)
         self._engine.groups.topic_gone(topic)
 

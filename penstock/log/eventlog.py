@@ -11,7 +11,7 @@ import threading
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -291,10 +291,10 @@ class EventLog:
         for log in self.partitions.values():
             log.forget_before(position)
 
-    def drop_topic(self, topic: str) -> None:
-        """Forget a deleted topic."""
-        for place in [place for place in self.partitions if place[0] == topic]:
-            del self.partitions[place]
+    def drop(self, places: Iterable[Place]) -> None:
+        """Forget the partitions of a deleted topic."""
+        for place in places:
+            self.partitions.pop(place, None)
 
     def close(self) -> None:
         """Release the files."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
+from penstock.model.column import Bytes
 from penstock.model.errors import FormatTooNew, InvalidBatch
 
 VERSION = 1
@@ -12,6 +13,7 @@ VERSION = 1
 # stored body bytes, raw body bytes, side file bytes, lengths of topic, tenant, codec and compressor
 # names, token of the first
 HEAD = struct.Struct("<BxHIIIQqqIIIHBBB3x16s")
+_RAW_BYTES, _TOPIC_BYTES, _COMPRESSOR_BYTES = 9, 11, 14  # where in the head
 CONSECUTIVE_TOKENS = 1
 ONE_TIME = 2
 KEYS = 4
@@ -73,3 +75,13 @@ class BatchHead(NamedTuple):
                 f"a batch of {head.count} events claims more than its {len(view)} bytes"
             )
         return head
+
+
+def expanded_bytes(data: Bytes) -> int:
+    """What an encoded batch that is compressed says that it expands to; 0 for any other bytes."""
+    if len(data) < HEAD.size:
+        return 0
+    fields = HEAD.unpack_from(data)
+    at = HEAD.size + sum(fields[_TOPIC_BYTES:_COMPRESSOR_BYTES])
+    name = bytes(data[at : at + fields[_COMPRESSOR_BYTES]])
+    return 0 if name == b"none" else int(fields[_RAW_BYTES])

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from penstock.model.setting import GIB, KIB, MIB, Group, Memory, Span, about
+from penstock.model.setting import GIB, KIB, MAX_SIZE_BYTES, MIB, Group, Memory, Span, about
 
 
 class Server(Group, frozen=True):
@@ -43,6 +43,12 @@ class Server(Group, frozen=True):
     send_buffer_bytes: Annotated[
         Memory, about("Unsent bytes of one client beyond which it gets no more deliveries.")
     ] = 8 * MIB
+    max_client_bytes: Annotated[
+        Annotated[int, Meta(ge=MIB, le=MAX_SIZE_BYTES)] | None,
+        about(
+            "Most bytes that all clients make the broker hold; none is a quarter of the memory, at least 1 GiB. One frame has at most half of it."
+        ),
+    ] = None
     drain_s: Annotated[
         float, Meta(ge=0, le=3_600), about("Time for clients to finish when the broker is stopped.")
     ] = 10.0

@@ -10,6 +10,7 @@ from penstock.engines import request as requests
 from penstock.engines.answers import REQUESTS
 from penstock.model.errors import InvalidInput
 from penstock.model.parameter import wrong_type
+from penstock.server.client_bytes import EXPANDED
 from penstock.wire import message as say
 from penstock.wire.frame import MAX_PARTS, Frame, Kind
 from penstock.wire.message import decode, encode
@@ -32,6 +33,15 @@ class Asking:
         """Stored batches, as many as fit into one answer."""
         wish = decode(frame.meta, say.Read)
         self._session.may_read((wish.topic,))
+        most_bytes = max(0, min(wish.max_bytes, MAX_CHUNK_BYTES))
+        account = self._session.account
+        await account.room(EXPANDED, most_bytes)
+        try:
+            return await self._read(frame.request, wish, most_bytes)
+        finally:
+            account.add(EXPANDED, -most_bytes)
+
+    async def _read(self, request: int, wish: say.Read, most_bytes: int) -> Frame:
         parts: list[bytes] = []
         size = 0
         end = True
@@ -40,11 +50,11 @@ class Asking:
             parts.append(batch.encode())
             self._broker.tally.replayed(batch.tenant, batch.topic, batch.count)
             size += len(parts[-1])
-            if size >= min(wish.max_bytes, MAX_CHUNK_BYTES) or len(parts) >= MAX_PARTS:
+            if size >= most_bytes or len(parts) >= MAX_PARTS:
                 end = False
                 break
         await batches.aclose()  # type: ignore[attr-defined]
-        return Frame(Kind.RESULT, frame.request, encode(say.Chunk(end)), parts)
+        return Frame(Kind.RESULT, request, encode(say.Chunk(end)), parts)
 
     async def fetch(self, frame: Frame) -> Frame:
         """The next batch of a log feed; the request may come again, and so does the batch then."""
@@ -52,6 +62,7 @@ class Asking:
         await self._session.feeds.opened(feed)
         outlet = self._session.feeds.log(feed)
         batch, epoch = await outlet.fetch(frame.request)
+        self._session.keeps_batch(feed, batch.size_bytes)
         self._broker.delivered(batch, batch.count, outlet.reader.fresh(batch))
         return Frame(Kind.RESULT, frame.request, encode(say.Fetched(epoch)), (batch.encode(),))
 

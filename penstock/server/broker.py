@@ -32,6 +32,7 @@ from penstock.model.errors import (
 from penstock.model.event import Identity
 from penstock.model.settings import Settings
 from penstock.server.admin_gate import Gate
+from penstock.server.client_bytes import ClientBytes, limit_of
 from penstock.server.connection import Connection
 from penstock.server.courtesy import Courtesy
 from penstock.server.ending import finished
@@ -82,6 +83,8 @@ class Broker:
         self.fastpath = FastPath(settings.fastpath)
         self.courtesy = Courtesy()
         engine.pause_aside = self.courtesy.pause
+        self.client_bytes = ClientBytes(limit_of(settings.server))
+        self.max_frame_bytes = min(settings.server.max_frame_bytes, self.client_bytes.largest)
         self.refusals = LogQuota(log)
         self._doors: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._minder: asyncio.Task[None] | None = None
@@ -222,7 +225,7 @@ class Broker:
         welcome = Welcome(
             session.id, self.id, resumed, self._settings.heartbeat_s, self._settings.session_s,
             identity.tenant, identity.subject, sorted(CAPABILITIES | {TRANSACTION_KEYS}),
-            self._settings.max_frame_bytes, bus=self.engine.audit.log.identity, adopted=adopted,
+            self.max_frame_bytes, bus=self.engine.audit.log.identity, adopted=adopted,
             now_us=self.engine.runtime.wall_us(), max_message_bytes=MAX_MESSAGE_BYTES, max_values=MAX_VALUES,
         )  # fmt: skip
         session.attach(connection.link, hello, welcome)
@@ -238,6 +241,7 @@ class Broker:
         beat_s = self._settings.heartbeat_s
         while True:
             await asyncio.sleep(beat_s / 2)
+            self.client_bytes.look()
             now = self.now()
             for connection in list(self.connections):
                 allowed = SILENT_BEATS * max(

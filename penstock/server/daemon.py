@@ -54,9 +54,10 @@ class Daemon:
         self.doorkeeper = Doorkeeper(self.settings.auth)
         self.broker = Broker(self.engine, self.settings, self.doorkeeper, self.counters)
         self._tcp = TcpServer(
-            self.settings, self.broker, self.broker.fastpath, self.broker.courtesy
-        )
-        self._zmq = ZmqServer(self.settings, self.broker)
+            self.settings, self.broker, self.broker.fastpath, self.broker.courtesy,
+            self.broker.client_bytes,
+        )  # fmt: skip
+        self._zmq = ZmqServer(self.settings, self.broker, self.broker.client_bytes)
         self._fanout = Fanout(self.settings, self.counters)
         self._http: HttpServer | None = None
         self._beside: list[asyncio.Task[None]] = []
@@ -92,7 +93,9 @@ class Daemon:
     async def _serve_http(self, listen: str) -> int:
         gauge = Gauge(self.engine, self.counters)
         self._run_beside(gauge.run(), "penstock-gauge")
-        metrics = Metrics(self.engine, self.counters, gauge, self.broker.fastpath)
+        metrics = Metrics(
+            self.engine, self.counters, gauge, self.broker.fastpath, self.broker.client_bytes
+        )
         surface = Surface(
             self.engine, self.settings, self.doorkeeper,
             obstacles=self.obstacles,

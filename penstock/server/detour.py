@@ -35,10 +35,14 @@ class Detour(Generic[Item, Result]):
         """Have a thread work on an item; False when it is too small to be worth it."""
         if self._fastpath is None or not self._fastpath.wants(size_bytes):
             return False
+        self.follow(item, size_bytes, self._fastpath.submit(work, *args))
+        return True
+
+    def follow(self, item: Item, size_bytes: int, work: asyncio.Future[Result]) -> None:
+        """Wait for work on an item that is under way elsewhere."""
         self.busy = True
         self.waiting_bytes = size_bytes
-        self._fastpath.submit(work, *args).add_done_callback(lambda done: self._done(done, item))
-        return True
+        work.add_done_callback(lambda done: self._done(done, item))
 
     def waits(self, item: Item, size_bytes: int = 0) -> bool:
         """Keep an item back while another one is worked on."""

@@ -16,20 +16,25 @@ Expansion = Detour[Message, Read]
 MARK_AT = 8  # where in a body its mark stands
 
 
+def expanded_bytes(message: Message, limit_bytes: int) -> int:
+    """What a message takes when it is expanded; 0 for one that is not compressed, or is refused."""
+    _, body = message
+    if len(body) < BODY_HEAD.size + RAW_SIZE.size or not body[COMPRESSOR_AT]:
+        return 0
+    (raw_bytes,) = RAW_SIZE.unpack_from(body, BODY_HEAD.size)
+    return raw_bytes if raw_bytes <= limit_bytes else 0
+
+
 def expands(expansion: Expansion, message: Message, limit_bytes: int) -> bool:
     """Expand and translate a message elsewhere; False when it is not worth it, or needs neither."""
     _, body = message
     if len(body) < BODY_HEAD.size + RAW_SIZE.size:
         return False
-    size_bytes = len(body)
-    if body[COMPRESSOR_AT]:
-        (raw_bytes,) = RAW_SIZE.unpack_from(body, BODY_HEAD.size)
-        if raw_bytes > limit_bytes:
-            return False  # refused without any work
-        size_bytes = max(raw_bytes, size_bytes)
-    elif not body[MARK_AT]:
-        return False
-    return expansion.begin(message, size_bytes, _read, message, limit_bytes)
+    raw_bytes = expanded_bytes(message, limit_bytes)
+    if not raw_bytes and (body[COMPRESSOR_AT] or not body[MARK_AT]):
+        return False  # one that is too large is refused without any work
+    size_bytes = max(raw_bytes, len(body))
+    return expansion.begin(message, size_bytes, read_frame, message, limit_bytes)
 
 
 def translated(frame: Frame) -> Read:
@@ -43,5 +48,10 @@ def translated(frame: Frame) -> Read:
         return frame, error
 
 
-def _read(message: Message, limit_bytes: int) -> Read:
-    return translated(decode_frame(message, limit_bytes))
+def read_frame(message: Message, limit_bytes: int) -> Read:
+    """The frame in a message, expanded and translated."""
+    try:
+        return translated(decode_frame(message, limit_bytes))
+    except PenstockError as error:
+        # A trace would hold what was expanded for as long as the error is talked about.
+        raise error.with_traceback(None) from None

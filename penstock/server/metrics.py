@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.core.lease import EXPIRED, NACKED, REJECTED, RETURNED, STATES
 from penstock.engines.embedded import EmbeddedEngine
 from penstock.model.errors import MissingExtra
+from penstock.server.client_bytes import ClientBytes
 from penstock.server.fastpath import FastPath
 from penstock.server.metrics_catalogue import FAMILIES
 from penstock.server.metrics_counters import BOUNDS_S, Counters, Histogram
@@ -44,8 +45,14 @@ class Metrics:
     """Reads an open engine, the counters and the pressure; `collect` is what a scrape needs."""
 
     def __init__(
-        self, engine: EmbeddedEngine, counters: Counters, gauge: Gauge, fastpath: FastPath
+        self,
+        engine: EmbeddedEngine,
+        counters: Counters,
+        gauge: Gauge,
+        fastpath: FastPath,
+        client_bytes: ClientBytes,
     ) -> None:
+        self._client_bytes = client_bytes
         self._fastpath = fastpath
         self._engine = engine
         self._counters = counters
@@ -136,6 +143,8 @@ class Metrics:
         engine, counters = self._engine, self._counters
         yield "penstock_connections", (), counters.connections
         yield "penstock_connections_opened_total", (), counters.connections_opened
+        yield "penstock_client_held_bytes", (), self._client_bytes.used
+        yield "penstock_client_limit_bytes", (), self._client_bytes.limit
         worst: dict[tuple[str, str], float] = {}
         for quota in quotas(engine):
             key = counters.labels.tenant(quota.tenant), quota.quota

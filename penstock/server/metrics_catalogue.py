@@ -80,6 +80,8 @@ SECTIONS: dict[str, tuple[Family, ...]] = {
     "Clients": (
         _gauge("penstock_connections", "Clients connected now."),
         _counter("penstock_connections_opened_total", "Clients that ever connected."),
+        _gauge("penstock_client_held_bytes", "What clients make the broker hold: partial uploads, expanded frames, requests without an answer, answers that are not read or were not confirmed."),
+        _gauge("penstock_client_limit_bytes", "The most it may be: `server.max_client_bytes`."),
         _gauge("penstock_quota_usage_ratio", "How much of a tenant's limit is used; 1 is all of it. A rate is used up when nothing is left of its burst.", "tenant", "quota"),
     ),
     "Storage": (

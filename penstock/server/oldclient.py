@@ -83,7 +83,8 @@ class OldClient:
         self._settle_sequence = 0
         self._answers: dict[int, tuple[_Slot, Answer]] = {}
         self._slots: deque[_Slot] = deque()
-        self._waiting_bytes = 0
+        self.waiting_bytes = 0
+        """Of its commands that are not answered."""
         self._behind: deque[old.AnyCommand] = deque()
         self._catching_up = False
         self._leased: dict[int, set[int]] = {}
@@ -123,7 +124,7 @@ class OldClient:
 
     @property
     def _busy(self) -> bool:
-        return len(self._slots) >= MAX_WAITING or self._waiting_bytes > UNANSWERED_BYTES
+        return len(self._slots) >= MAX_WAITING or self.waiting_bytes > UNANSWERED_BYTES
 
     def _catch_up(self) -> None:
         self._catching_up = False
@@ -304,7 +305,7 @@ class OldClient:
     def _slot(self, size_bytes: int = 0) -> _Slot:
         slot = _Slot(size_bytes)
         self._slots.append(slot)
-        self._waiting_bytes += size_bytes
+        self.waiting_bytes += size_bytes
         return slot
 
     def _reply(self, slot: _Slot, reply: old.AnyReply) -> None:
@@ -312,7 +313,7 @@ class OldClient:
         slot.reply = reply.message()
         while self._slots and self._slots[0].reply is not None:
             first = self._slots.popleft()
-            self._waiting_bytes -= first.size_bytes
+            self.waiting_bytes -= first.size_bytes
             self._wire.write(first.reply or b"")
         if self._behind and not self._catching_up:
             self._catching_up = True

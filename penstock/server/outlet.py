@@ -321,7 +321,16 @@ class LogOutlet:
     def forget_before(self, request: int) -> None:
         """The client has all answers to requests before this one."""
         if self._newest < request:
-            self._last = None
+            self.forget()
+
+    def forget(self) -> None:
+        """Keep the last batch no longer, whether its answer arrived or not."""
+        self._last = None
+
+    @property
+    def kept_bytes(self) -> int:
+        """What the last batch takes that is kept for a client that may ask again."""
+        return 0 if self._last is None else self._last.batch.size_bytes
 
     def mark(self, commit: Commit) -> None:
         """The client is through with everything before these offsets."""

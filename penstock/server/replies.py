@@ -19,7 +19,7 @@ class Replies:
         self._most = most
         self._most_bytes = most_bytes
         self._kept: dict[int, Frame] = {}
-        self._bytes = 0
+        self.bytes = 0
 
     def __contains__(self, request: int) -> bool:
         return request in self._kept
@@ -30,8 +30,8 @@ class Replies:
     def keep(self, answer: Frame) -> None:
         """Keep an answer; the oldest go when there are too many."""
         self._kept[answer.request] = answer
-        self._bytes += answer.size_bytes
-        while len(self._kept) > self._most or self._bytes > self._most_bytes:
+        self.bytes += answer.size_bytes
+        while len(self._kept) > self._most or self.bytes > self._most_bytes:
             self._drop(next(iter(self._kept)))
 
     def forget_before(self, request: int) -> None:
@@ -39,5 +39,10 @@ class Replies:
         for each in [each for each in self._kept if each < request]:
             self._drop(each)
 
+    def clear(self) -> None:
+        """Keep none of them."""
+        self._kept.clear()
+        self.bytes = 0
+
     def _drop(self, request: int) -> None:
-        self._bytes -= self._kept.pop(request).size_bytes
+        self.bytes -= self._kept.pop(request).size_bytes

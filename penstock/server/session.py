@@ -13,9 +13,10 @@ from penstock.core.entry import SessionPut
 from penstock.engines import request as requests
 from penstock.engines.dispatcher import Dispatcher
 from penstock.model.batch import EventBatch
-from penstock.model.errors import PenstockError, ProtocolViolation
+from penstock.model.errors import Deferred, PenstockError, ProtocolViolation
 from penstock.model.event import Identity
 from penstock.server.asking import Asking
+from penstock.server.client_bytes import KEPT
 from penstock.server.feeds import Feeds
 from penstock.server.inbound import check_read
 from penstock.server.outlet import LogOutlet, refuse
@@ -64,6 +65,10 @@ class Session:
         self._broker = broker
         self._storing = Storing(broker.engine, self, broker.tally, broker.fastpath, broker.courtesy)
         asking = Asking(broker, self)
+        self.account = broker.client_bytes.account(cut=self._over)
+        self._batches: dict[int, int] = {}
+        """Bytes of the last batch of each log feed, which its client may ask for again."""
+        self._batch_bytes = 0
         self._attached = asyncio.Event()
         self._delivery = 0
         self._answers = Replies(MAX_KEPT_ANSWERS, MAX_KEPT_BYTES)
@@ -192,6 +197,7 @@ class Session:
         self._working.pop(request, None)
         if kind not in ASKED_AGAIN and self.hello.resumable:
             self._answers.keep(answer)
+            self._count_kept()
         self.send(answer)
         del frame
         self._broker.fastpath.drop(held, size_bytes)
@@ -206,7 +212,39 @@ class Session:
         for outlet in self.feeds.values():
             if isinstance(outlet, LogOutlet):
                 outlet.forget_before(beat.answered)
+        self._count_batches()
         self._confirm()
+
+    def keeps_batch(self, feed: int, size: int) -> None:
+        """A log feed answers with this batch, and keeps it until the client says that it has it."""
+        self._batch_bytes += size - self._batches.get(feed, 0)
+        self._batches[feed] = size
+        self._count_kept()
+
+    def _count_batches(self) -> None:
+        logs = {
+            feed: outlet.kept_bytes
+            for feed, outlet in self.feeds.items()
+            if isinstance(outlet, LogOutlet)
+        }
+        self._batches, self._batch_bytes = logs, sum(logs.values())
+        self._count_kept()
+
+    def _count_kept(self) -> None:
+        self.account.hold(KEPT, self._answers.bytes + self._batch_bytes)
+
+    def _over(self, error: Deferred) -> None:
+        """The client holds most of what all may hold: what was kept for it goes, and its connection."""
+        self.account = self._broker.client_bytes.account(cut=self._over)
+        self._answers.clear()
+        for outlet in self.feeds.values():
+            if isinstance(outlet, LogOutlet):
+                outlet.forget()
+        self._count_batches()
+        if self.link is not None:
+            self._broker.refused(error)
+            self.send(Frame(Kind.FAULT, 0, encode(to_fault(error))))
+            self.link.close()
 
     def _confirm(self) -> None:
         """Say which settlements are durable, now and again when the others are."""
@@ -266,6 +304,7 @@ class Session:
         """End the session: leave all groups, drop what was only its own."""
         link = self.link
         self.detach()
+        self.account.close()
         if link is not None:
             link.close()
         for task in list(self._working.values()):  # first: one may be about to open a feed

@@ -18,7 +18,7 @@ from penstock.engines.embedded import EmbeddedEngine
 from penstock.engines.engine import Draft, Settle, Transaction
 from penstock.engines.layout import draft_payload_bytes
 from penstock.engines.timekeeper import SCHEDULED
-from penstock.model.batch_head import BatchHead
+from penstock.model.batch_head import BatchHead, expanded_bytes
 from penstock.model.errors import (
     InvalidInput,
     LeaseExpired,
@@ -32,6 +32,7 @@ from penstock.model.event import Identity, Receipt
 from penstock.model.role import ADMIN
 from penstock.model.settings import Limits
 from penstock.model.topic import tenant_of
+from penstock.server.client_bytes import EXPANDED, Account
 from penstock.server.courtesy import Courtesy
 from penstock.server.fastpath import FastPath
 from penstock.server.helping import BITE_BYTES, DRAFT_BYTES, Answers, helpings_of, size_of
@@ -142,6 +143,34 @@ class Storing:
         if wish.withheld and not stored:
             self._withheld(wish.withheld)
         found = Answers(len(wish.drafts))
+        account = self._session.account
+        expanded = await self._room(account, wish.drafts, frame.parts)
+        try:
+            return await self._publish_some(frame, wish, place, stored, found, patient)
+        finally:
+            account.add(EXPANDED, -expanded)
+
+    @staticmethod
+    async def _room(
+        account: Account, drafts: Sequence[say.DraftMeta], parts: Sequence[Bytes]
+    ) -> int:
+        """Wait until the broker may hold what compressed batches expand to; returns how much it is."""
+        size = sum(
+            expanded_bytes(parts[meta.part]) for meta in drafts if 0 <= meta.part < len(parts)
+        )
+        if size:
+            await account.room(EXPANDED, size)
+        return size
+
+    async def _publish_some(
+        self,
+        frame: Frame,
+        wish: say.Publish,
+        place: Place,
+        stored: dict[int, list[tuple[int, int, int]]],
+        found: Answers,
+        patient: bool,
+    ) -> Frame:
         sizes = [size_of(meta, frame.parts) for meta in wish.drafts]
         helpings = helpings_of(sizes) if patient else [range(len(sizes))]
         for numbers in helpings:
@@ -332,6 +361,14 @@ class Storing:
                 await self._again(meta, stored[number]) for number, meta in enumerate(wish.drafts)
             ]
             return Frame(Kind.RESULT, frame.request, encode(say.Published(list(receipts))))
+        account = self._session.account
+        expanded = await self._room(account, wish.drafts, frame.parts)
+        try:
+            return await self._transact_new(frame, wish)
+        finally:
+            account.add(EXPANDED, -expanded)
+
+    async def _transact_new(self, frame: Frame, wish: say.Transact) -> Frame:
         parts = frame.parts
         drafts = []
         for number, meta in enumerate(wish.drafts):

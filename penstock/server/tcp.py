@@ -7,6 +7,7 @@ import logging
 
 from penstock.model.errors import InvalidSettings
 from penstock.model.settings import Settings
+from penstock.server.client_bytes import ClientBytes, limit_of
 from penstock.server.courtesy import Courtesy
 from penstock.server.descriptors import STRANGERS, most_sockets
 from penstock.server.fastpath import FastPath
@@ -34,11 +35,13 @@ class TcpServer:
         broker: Connections,
         fastpath: FastPath | None = None,
         courtesy: Courtesy | None = None,
+        client_bytes: ClientBytes | None = None,
     ) -> None:
         self.settings = settings
         self.fastpath = fastpath
         self.courtesy = courtesy
         self.broker = broker
+        self.client_bytes = client_bytes or ClientBytes(limit_of(settings.server))
         self.links: set[TcpLink] = set()
         self.scratch = bytearray(SCRATCH_BYTES)
         self.refusals = LogQuota(log)

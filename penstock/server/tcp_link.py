@@ -12,13 +12,21 @@ import logging
 from collections.abc import Callable
 from typing import Protocol, cast
 
-from penstock.engines.outbox import Outbox, keep_alive
+from penstock.engines.outbox import WRITE_BYTES, Outbox, keep_alive
 from penstock.engines.room import large_room
-from penstock.model.errors import PenstockError, ProtocolViolation
+from penstock.model.errors import Deferred, PenstockError, ProtocolViolation
 from penstock.model.settings import Settings
+from penstock.server.client_bytes import ARRIVING, EXPANDED, REQUESTS, UNREAD, ClientBytes
 from penstock.server.courtesy import Courtesy
 from penstock.server.detour import Detour
-from penstock.server.expanding import Expansion, Read, expands, translated
+from penstock.server.expanding import (
+    Expansion,
+    Read,
+    expanded_bytes,
+    expands,
+    read_frame,
+    translated,
+)
 from penstock.server.fastpath import FastPath
 from penstock.server.link import UNANSWERED_BYTES, Connection, Connections, peer_of
 from penstock.server.log_quota import LogQuota
@@ -31,7 +39,7 @@ from penstock.wire.frame import Bytes, Frame, Kind
 from penstock.wire.mark import marks
 from penstock.wire.message import encode
 from penstock.wire.negotiation import MARKS, NEGOTIATE, answer, choose, refuse
-from penstock.wire.stream import COMPRESSOR_AT, COMPRESSORS, Message, StreamReader, decode_frame
+from penstock.wire.stream import COMPRESSORS, Message, StreamReader, decode_frame
 
 log = logging.getLogger("penstock.server.tcp")
 
@@ -44,8 +52,8 @@ HANDSHAKE_S = 10.0
 STRANGER_FRAME_BYTES = 1 << 20
 # Unread bytes of a client, as a multiple of server.send_buffer_bytes, at which it is cut off.
 ABORT_FACTOR = 4
-# Requests of this size, and compressed ones, are counted until they are answered.
-COUNTED_BYTES = 4 << 10
+# After a request of this size it is seen whether more should be read; smaller ones come in between.
+LOOKED_AT_BYTES = 4 << 10
 # A large frame comes in piece by piece, with a pause after each that read this much: other clients
 # wait for a piece, not for the frame, and one connection still carries 100 MB/s and more.
 YIELD_BYTES = 128 << 10
@@ -66,6 +74,7 @@ class Host(Protocol):
     fastpath: FastPath | None
     courtesy: Courtesy | None
     refusals: LogQuota
+    client_bytes: ClientBytes
 
     @property
     def full(self) -> bool:
@@ -83,7 +92,8 @@ class TcpLink(asyncio.BufferedProtocol):
         """Nothing is read from the client at the moment; it cannot be blamed for its silence."""
         self._server = server
         self._settings = server.settings.server
-        limit_bytes = min(STRANGER_FRAME_BYTES, self._settings.max_frame_bytes)
+        self._largest_bytes = min(self._settings.max_frame_bytes, server.client_bytes.largest)
+        limit_bytes = min(STRANGER_FRAME_BYTES, self._largest_bytes)
         self._reader = StreamReader(limit_bytes, server.scratch, large_room)
         self._connection: Connection | None = None
         self._old: OldClient | None = None
@@ -97,6 +107,7 @@ class TcpLink(asyncio.BufferedProtocol):
         self._discarded_bytes = 0
         self._reason = ""
         self._timer: asyncio.TimerHandle | None = None
+        self._account = server.client_bytes.account(lambda: self.hold(False), self._cut)
         self._rest = Rest(lambda: self.hold(False), server.courtesy)
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
@@ -133,9 +144,14 @@ class TcpLink(asyncio.BufferedProtocol):
         if self._first:
             self._first = False
             self._meet(self._server.scratch[0])
-        self._take_all(self._reader.filled(nbytes))
+        messages = self._reader.filled(nbytes)
+        arrived = self._reader.arrived_bytes
+        self._account.hold(ARRIVING, arrived)
+        self._take_all(messages)
         if self._reader.large and nbytes >= YIELD_BYTES:
             self.rest(YIELD_S)
+        elif arrived:
+            self.hold(False)
 
     def eof_received(self) -> bool:
         """The client will send no more: the connection ends."""
@@ -148,6 +164,8 @@ class TcpLink(asyncio.BufferedProtocol):
         # Any other error is the network's: the client may be well and come back.
         closed = not self._ending and (exc is None or isinstance(exc, ConnectionError))
         self._ending = True
+        self._reader.drop()
+        self._account.close()
         self._expansion.leave()
         self._outgoing.clear()
         self._rest.cancel()
@@ -163,6 +181,7 @@ class TcpLink(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         """It caught up."""
         self._outbox.resume()
+        self._count_unread()
 
     # -- what the broker calls -----------------------------------------------------------------
 
@@ -208,10 +227,12 @@ class TcpLink(asyncio.BufferedProtocol):
         if not self._ending:
             self._outgoing.put(data)
             self._bound()
+            if self._old is not None:
+                self._account.hold(REQUESTS, self._old.waiting_bytes)
 
     def welcomed(self) -> None:
         """The broker knows who this is: large frames are welcome from now on."""
-        self._reader.limit_bytes = self._settings.max_frame_bytes
+        self._reader.limit_bytes = self._largest_bytes
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -227,6 +248,7 @@ class TcpLink(asyncio.BufferedProtocol):
             or self._expansion.busy
             or self._unanswered_bytes > UNANSWERED_BYTES
             or self._crowded
+            or self._account.waits()
             or (self._old is not None and self._old.full)
         )
         if stop == self.holding or self._ending:
@@ -270,10 +292,11 @@ class TcpLink(asyncio.BufferedProtocol):
             self._greeting = True
             self.hold(True)
         self._old.command(*message)
+        self._account.hold(REQUESTS, self._old.waiting_bytes)
 
     def _negotiate(self, message: Message) -> None:
         _, body = message
-        choice = choose(body, self._settings.max_frame_bytes, marks())
+        choice = choose(body, self._largest_bytes, marks())
         self._connection = self._server.broker.connected(self)
         self._handle = self._receive
         self._outgoing.put([answer(choice)])
@@ -281,21 +304,39 @@ class TcpLink(asyncio.BufferedProtocol):
         self._outgoing.compressor = COMPRESSORS.index(choice.compressor)
 
     def _receive(self, message: Message) -> None:
+        raw_bytes = expanded_bytes(message, self._reader.limit_bytes)
+        if raw_bytes and self._account.waits(raw_bytes):
+            work = self._loop.create_task(self._expand_later(message, raw_bytes))
+            self._expansion.follow(message, raw_bytes, work)
+            self.hold(True)
+            return
+        self._account.add(EXPANDED, raw_bytes)
         if expands(self._expansion, message, self._reader.limit_bytes):
             self.hold(True)
-        else:
+            return
+        try:
             frame = decode_frame(message, self._reader.limit_bytes)
             self._accept(message[1], *translated(frame))
+        finally:
+            self._account.add(EXPANDED, -raw_bytes)
+
+    async def _expand_later(self, message: Message, raw_bytes: int) -> Read:
+        await self._account.room(EXPANDED, raw_bytes)
+        fastpath = self._server.fastpath
+        if fastpath is None:
+            return read_frame(message, self._reader.limit_bytes)
+        return await fastpath.run(raw_bytes, read_frame, message, self._reader.limit_bytes)
 
     def _expanded(
         self, work: asyncio.Future[Read], message: Message, behind: list[Message]
     ) -> None:
         self._take_all([message], lambda _: self._accept(message[1], *work.result()))
+        self._account.hold(EXPANDED, 0)
         self._take_all(behind)
         self.hold(False)
 
     def _accept(self, body: Bytes, frame: Frame, error: PenstockError | None) -> None:
-        if frame.request and (len(body) >= COUNTED_BYTES or body[COMPRESSOR_AT]):
+        if frame.request:
             self._count(frame.request, frame.size_bytes)
         if frame.kind == HELLO and self._timer is not None:
             # What an eager client sends behind its Hello waits in the socket.
@@ -312,10 +353,14 @@ class TcpLink(asyncio.BufferedProtocol):
         if request not in self._unanswered:
             self._unanswered[request] = size
             self._unanswered_bytes += size
-            self.hold(False)
+            self._account.add(REQUESTS, size)
+            if size >= LOOKED_AT_BYTES or self._unanswered_bytes > UNANSWERED_BYTES:
+                self.hold(False)
 
     def _answered(self, request: int) -> None:
-        self._unanswered_bytes -= self._unanswered.pop(request)
+        size = self._unanswered.pop(request)
+        self._unanswered_bytes -= size
+        self._account.add(REQUESTS, -size)
         if self.holding:
             self.hold(False)
 
@@ -331,11 +376,26 @@ class TcpLink(asyncio.BufferedProtocol):
         outgoing, limit_bytes = self._outgoing, self._settings.send_buffer_bytes
         if self._ending:
             return
+        self._count_unread()
         if outgoing.piled_bytes > ABORT_FACTOR * limit_bytes:
             self.abort(f"the client left {outgoing.pending_bytes()} bytes unread")
         elif self._crowded != (outgoing.waiting_bytes > limit_bytes):
             self._crowded = not self._crowded
             self.hold(False)
+
+    def _count_unread(self) -> None:
+        # The transport says when it has written what is more than this.
+        pending = self._outgoing.pending_bytes()
+        self._account.hold(UNREAD, pending if pending > WRITE_BYTES else 0)
+
+    def _cut(self, error: Deferred) -> None:
+        """It holds most of what all clients may hold: it is told so, and ends."""
+        self._server.broker.refused(error)
+        self._reader.drop()
+        if self._outgoing.pending_bytes() > WRITE_BYTES:  # it reads nothing, this neither
+            self.abort(error.message)
+        else:
+            self._fail(error)
 
     def _unsendable(self, frame: Frame, error: Exception) -> None:
         """A frame does not fit the client's mark, or its compressor failed."""

@@ -16,6 +16,7 @@ from penstock.engines.zmq_outbox import COPY_BELOW_BYTES, ZmqOutbox
 from penstock.engines.zmq_pump import NOBLOCK, Pump
 from penstock.model.errors import PenstockError, ProtocolViolation
 from penstock.model.settings import Settings
+from penstock.server.client_bytes import ClientBytes, limit_of
 from penstock.server.curve import Gate
 from penstock.server.link import Connections
 from penstock.server.log_quota import LogQuota
@@ -42,8 +43,11 @@ LAST_MESSAGES_S = 0.01
 class ZmqServer:
     """Listens, and keeps the links."""
 
-    def __init__(self, settings: Settings, broker: Connections) -> None:
+    def __init__(
+        self, settings: Settings, broker: Connections, client_bytes: ClientBytes | None = None
+    ) -> None:
         self.settings = settings
+        self.client_bytes = client_bytes or ClientBytes(limit_of(settings.server))
         self.broker = broker
         self.links: dict[bytes, RouterLink] = {}
         self.peers: Peers
@@ -69,12 +73,13 @@ class ZmqServer:
             opened.callback(gate.close)
             self._socket = context.socket(zmq.ROUTER)
             configure(self._socket)
-            self._socket.set(zmq.MAXMSGSIZE, server.max_frame_bytes)
+            largest_bytes = min(server.max_frame_bytes, self.client_bytes.largest)
+            self._socket.set(zmq.MAXMSGSIZE, largest_bytes)
             self._socket.set(zmq.ROUTER_MANDATORY, 1)
             self._socket.set(zmq.SNDHWM, 0)  # the outboxes count bytes instead
             gate.guard(self._socket)
             self.peers = Peers(
-                context, self._socket, server.max_connections, server.max_frame_bytes, self._gone
+                context, self._socket, server.max_connections, largest_bytes, self._gone
             )
             opened.callback(self.peers.close)
             bound = bind(self._socket, host, port, "server.zmq")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.engines.zmq_outbox import ZmqOutbox
 from penstock.model.errors import Deferred
+from penstock.server.client_bytes import LIMIT, REQUESTS, UNREAD
 from penstock.server.link import UNANSWERED_BYTES
 from penstock.server.zmq_peers import Peer
 from penstock.wire.fault import to_fault
@@ -18,8 +19,7 @@ if TYPE_CHECKING:
 
 # Unread bytes of a client, as a multiple of server.send_buffer_bytes, at which it is cut off.
 ABORT_FACTOR = 4
-# Requests of this size are counted until they are answered.
-COUNTED_BYTES = 4 << 10
+SMALL_BYTES = 4 << 10  # a request below this is taken even so
 UNANSWERED_LIMIT = "unanswered_bytes"  # its name in errors and counters
 RETRY_AFTER_S = 0.1
 # What the last frames of a link get to leave: at most, and after libzmq seems to have sent them.
@@ -31,7 +31,7 @@ class RouterLink:
     """What the broker knows of a client over ZeroMQ: a Link."""
 
     __slots__ = (
-        "_largest_bytes", "_limit_bytes", "_loop", "_outbox", "_reason", "_server", "_timer",
+        "_account", "_largest_bytes", "_limit_bytes", "_loop", "_outbox", "_reason", "_server", "_timer",
         "_unanswered", "_unanswered_bytes", "closed", "connection", "identity", "leaving", "loopback", "peer", "source",
     )  # fmt: skip
 
@@ -54,6 +54,7 @@ class RouterLink:
         self._largest_bytes = 0
         self._unanswered: dict[int, int] = {}
         self._unanswered_bytes = 0
+        self._account = server.client_bytes.account(self._count_unread, self._over)
         self._reason = ""
         self._timer: asyncio.TimerHandle | None = None
 
@@ -62,10 +63,13 @@ class RouterLink:
         if self.closed or self.leaving:
             return
         if frame.request in self._unanswered:
-            self._unanswered_bytes -= self._unanswered.pop(frame.request)
+            size = self._unanswered.pop(frame.request)
+            self._unanswered_bytes -= size
+            self._account.add(REQUESTS, -size)
         if frame.kind == Kind.WELCOME and self.source.stranger:
             self._server.peers.welcome(self.source)
         self._outbox.put(frame.multipart())
+        self._count_unread()
         pending = self._outbox.pending_bytes()
         # One frame may be as large as it likes; it is what piles up behind it that counts.
         self._largest_bytes = max(frame.size_bytes, self._largest_bytes) if pending else 0
@@ -76,21 +80,25 @@ class RouterLink:
 
     def received(self, frame: Frame) -> None:
         """Pass a frame on to the broker, unless too much of this client waits there already."""
-        if frame.request and frame.size_bytes >= COUNTED_BYTES:
-            if self._unanswered_bytes > UNANSWERED_BYTES:
+        if frame.request:
+            size = frame.size_bytes
+            many = size >= SMALL_BYTES and self._unanswered_bytes > UNANSWERED_BYTES
+            if many or self._account.waits(size):
                 error = Deferred(
-                    f"{self._unanswered_bytes} bytes of this client's requests wait for answers; "
+                    f"{self._unanswered_bytes} bytes of this client's requests wait for answers"
+                    f"{'' if many else ', and others have their share of what the broker holds'}; "
                     "this one was not taken. Wait for some, then send it again",
                     retry_after_s=RETRY_AFTER_S,
-                    limit=UNANSWERED_LIMIT,
+                    limit=UNANSWERED_LIMIT if many else LIMIT,
                     tenant=self.connection.tenant,
                 )
                 self._server.broker.refused(error)
                 self.send(Frame(Kind.FAULT, frame.request, encode(to_fault(error))))
                 return
             if frame.request not in self._unanswered:
-                self._unanswered[frame.request] = frame.size_bytes
-                self._unanswered_bytes += frame.size_bytes
+                self._unanswered[frame.request] = size
+                self._unanswered_bytes += size
+                self._account.add(REQUESTS, size)
         self.connection.received(frame)
 
     def rest(self, seconds: float) -> None:
@@ -115,6 +123,7 @@ class RouterLink:
     def lost(self, reason: str) -> None:
         """The connection is no more: tell the broker, once."""
         by_client, self.closed = not self.closed, True
+        self._account.close()
         self._outbox.clear()
         if self._timer is not None:
             self._timer.cancel()
@@ -122,6 +131,16 @@ class RouterLink:
         connection, self.connection = self.connection, None
         if connection is not None:
             connection.lost(self._reason or reason, closed=by_client)
+
+    def _count_unread(self) -> None:
+        self._account.hold(UNREAD, self._outbox.pending_bytes())
+
+    def _over(self, error: Deferred) -> None:
+        """It holds most of what all clients may hold: it is told so, and ends."""
+        self._server.broker.refused(error)
+        self._outbox.clear()
+        self.send(Frame(Kind.FAULT, 0, encode(to_fault(error))))
+        self.end(error.message)
 
     def _settle(self, until_s: float) -> None:
         taken = not self._outbox.pending_bytes()

@@ -127,11 +127,17 @@ class Frame(NamedTuple):
         view = memoryview(body)
         if len(view) < BODY_HEAD.size:
             raise ProtocolViolation(f"a body of {len(view)} bytes is too short for a frame")
-        request, mark, _, count, meta_bytes = BODY_HEAD.unpack_from(view)
-        at = BODY_HEAD.size + count * PART_LENGTH.size
+        return cls.of_content(kind, view[: BODY_HEAD.size], view[BODY_HEAD.size :])
+
+    @classmethod
+    def of_content(cls, kind: int, head: Bytes, content: Bytes) -> Frame:
+        """The same for a body whose head lies elsewhere, because the content was compressed."""
+        view = memoryview(content)
+        request, mark, _, count, meta_bytes = BODY_HEAD.unpack(head)
+        at = count * PART_LENGTH.size
         if count > MAX_PARTS or at + meta_bytes > len(view):
             raise ProtocolViolation(f"a body of {len(view)} bytes claims to hold more")
-        lengths = view[BODY_HEAD.size : at].cast("I") if count else ()
+        lengths = view[:at].cast("I") if count else ()
         meta = _short(view[at : at + meta_bytes])
         at += meta_bytes
         if at + sum(lengths) != len(view):

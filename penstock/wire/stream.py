@@ -97,6 +97,16 @@ class StreamReader:
         """Whether a message is on its way that takes many reads."""
         return self._own is not None and self._size >= LARGE_BYTES
 
+    @property
+    def arrived_bytes(self) -> int:
+        """What has arrived of a message that has memory of its own."""
+        return 0 if self._own is None else self._filled
+
+    def drop(self) -> None:
+        """Give the memory of an unfinished message back: the rest of it will not arrive."""
+        self._own, self._rest = None, b""
+        self.broken = self.broken or ProtocolViolation("the connection has ended")
+
     def space(self) -> memoryview:
         """Where the next bytes belong; use it before any other reader of the same scratch does."""
         if self._own is not None:
@@ -236,8 +246,9 @@ def decode_frame(message: Message, limit_bytes: int) -> Frame:
         return Frame.parse(command, body)  # which says what is wrong
     request, mark, compressor, count, meta_bytes = BODY_HEAD.unpack_from(body)
     if compressor:
-        body = _expanded(body, limit_bytes)
-    elif count < 2 and command in _KINDS and mark in _MARKS and meta_bytes <= MAX_META_BYTES:
+        # What is expanded stays where it is: to put the head before it would copy all of it.
+        return Frame.of_content(command, body[: BODY_HEAD.size], _content(body, limit_bytes))
+    if count < 2 and command in _KINDS and mark in _MARKS and meta_bytes <= MAX_META_BYTES:
         # Nearly every frame has one part or none: no table of lengths to walk through.
         meta_at = BODY_HEAD.size + count * PART_LENGTH.size
         meta_end = meta_at + meta_bytes
@@ -257,7 +268,7 @@ def decode_frame(message: Message, limit_bytes: int) -> Frame:
 _frame = tuple.__new__  # the frame's own constructor takes three times as long
 
 
-def _expanded(body: Bytes, limit_bytes: int) -> bytes:
+def _content(body: Bytes, limit_bytes: int) -> Bytes:
     number, at = body[COMPRESSOR_AT], BODY_HEAD.size + RAW_SIZE.size
     if number >= len(COMPRESSORS) or len(body) < at:
         raise ProtocolViolation(
@@ -266,9 +277,8 @@ def _expanded(body: Bytes, limit_bytes: int) -> bytes:
     (raw_bytes,) = RAW_SIZE.unpack_from(body, BODY_HEAD.size)
     view = memoryview(body)
     try:
-        content = bounded_decompress(
+        return bounded_decompress(
             COMPRESSORS[number], view[at:], raw_bytes, limit_bytes - BODY_HEAD.size
         )
     except (DecodeFailed, UnknownCompressor) as error:
         raise ProtocolViolation(f"a frame does not expand: {error.message}") from error
-    return b"".join((view[: BODY_HEAD.size], content))

@@ -29,6 +29,7 @@ from penstock.core.quota import AdmissionLimits, TenantLimits
 from penstock.core.retry import Retry
 from penstock.core.takeup import ledgers
 from penstock.model.server_settings import FastPath as FastPathSettings
+from penstock.server.client_bytes import ClientBytes
 from penstock.server.fastpath import FastPath
 from penstock.server.metrics import Metrics, metrics_routes
 from penstock.server.metrics_catalogue import FAMILIES, reference
@@ -67,7 +68,9 @@ class Scraped:
         self.counters = Counters()
         self.fastpath = FastPath(FastPathSettings())
         self.gauge = Gauge(self.engine, self.counters)
-        self.metrics = Metrics(self.engine, self.counters, self.gauge, self.fastpath)
+        self.metrics = Metrics(
+            self.engine, self.counters, self.gauge, self.fastpath, ClientBytes(1 << 30)
+        )
         self.app = Starlette(routes=metrics_routes(self.metrics.collect))
 
     async def text(self, accept: str = "") -> httpx.Response:

@@ -36,11 +36,11 @@ def _empty_leases(original: Any) -> Any:
     """After a reset to the end, a lane without events stayed in line and was leased, empty."""
 
     def reset(self: QueueGroup, lane: Lane, offset: int) -> None:
-        queued = lane.queued
+        line = lane.line
         original(self, lane, offset)
-        if queued and not lane.queued:
-            lane.queued = True
-            self._work.append(lane)
+        if line is not None and lane.line is None:
+            lane.line = line
+            line.append(lane)
 
     return reset
 
