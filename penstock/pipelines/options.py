@@ -12,7 +12,7 @@ from penstock.core.schedule import parse_duration
 from penstock.model.codec import codecs
 from penstock.model.errors import InvalidInput
 from penstock.model.nearest import did_you_mean
-from penstock.model.topic import check_pattern
+from penstock.model.topic import check_pattern, check_topic
 
 T = TypeVar("T")
 # Spark's own, which reach every source and sink.
@@ -57,6 +57,10 @@ class SinkOptions(msgspec.Struct, frozen=True):
     batch_id: str | None = None
     codec: str = "raw"
     """What payloads are: `json` lets consumers have values instead of bytes."""
+    max_transaction_bytes: int = 128 << 20
+    """A batch within this is one transaction; a larger one is several, by a plan that is recorded."""
+    plans: str = "spark.plans"
+    """The topic of such plans."""
     token: str | None = None
 
 
@@ -93,13 +97,17 @@ def source_options(options: Mapping[str, str]) -> SourceOptions:
 
 def sink_options(options: Mapping[str, str]) -> SinkOptions:
     """Read a sink's options."""
-    given = _Given(options, "sink", {"url", "topic", "queryid", "batchid", "codec", "token"})
+    given = _Given(options, "sink", {
+        "url", "topic", "queryid", "batchid", "codec", "maxtransactionbytes", "plans", "token",
+    })  # fmt: skip
     return SinkOptions(
         url=given.url(),
         topic=given.take("topic", str, None),
         query_id=given.take("queryid", str, None),
         batch_id=given.take("batchid", str, None),
         codec=given.take("codec", _codec, "raw"),
+        max_transaction_bytes=given.take("maxtransactionbytes", _positive, 128 << 20),
+        plans=given.take("plans", check_topic, "spark.plans"),
         token=given.take("token", str, None),
     )
 
