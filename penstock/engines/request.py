@@ -47,6 +47,13 @@ class DeleteTopic(Request, frozen=True):
     actor: str = "local"
 
 
+class Seal(Request, frozen=True):
+    """Close the journal file in use, so that what is in it is sealed; with `before`, ask how far that is."""
+
+    before: int | None = None
+    actor: str = "local"
+
+
 class FindOffset(Request, frozen=True):
     """The first offset appended at or after a time."""
 

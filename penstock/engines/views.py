@@ -33,6 +33,15 @@ class TopicInfo(msgspec.Struct):
     write_once: bool
 
 
+class SealInfo(msgspec.Struct):
+    """How far sealing is."""
+
+    before: int
+    """Position in the journal up to which everything is to be sealed."""
+    sealed_to: int
+    """Position up to which everything is."""
+
+
 class LaneInfo(msgspec.Struct):
     """How far a group is in one partition."""
 
