@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -12,11 +14,43 @@ from penstock.core.schedule import parse_duration
 from penstock.model.codec import codecs
 from penstock.model.errors import InvalidInput
 from penstock.model.nearest import did_you_mean
-from penstock.model.topic import check_pattern, check_topic
+from penstock.model.topic import check_topic
+from penstock.pipelines.plan import Topics
 
 T = TypeVar("T")
 # Spark's own, which reach every source and sink.
-SPARKS = {"path", "checkpointlocation", "queryname", "outputmode", "__partition_columns"}
+SPARKS = {
+    "path", "checkpointlocation", "queryname", "outputmode", "__partition_columns",
+    # Of a table that was made with CREATE TABLE ... USING penstock.
+    "provider", "owner", "location", "comment", "external", "collation", "is_managed_location",
+}  # fmt: skip
+# Options of Spark's Kafka source that mean the same here.
+KAFKAS = {
+    "subscribe": "topics",
+    "startingoffsets": "start",
+    "endingoffsets": "end",
+    "maxoffsetspertrigger": "maxeventspertrigger",
+    "minoffsetspertrigger": "mineventspertrigger",
+    "failondataloss": "onexpired",
+}
+# And those that have another answer.
+ANSWERS = {
+    "kafka.bootstrap.servers": "give `url`, penstock://host:port or the path of a folder",
+    "subscribepattern": "give `topics`, a pattern of words: `orders.*` is one word more, `orders.#` any number; "
+    "several with commas between them",
+    "assign": "give `topics`, and filter on the column `partition`",
+    "minpartitions": "give `eventsPerTask`; smaller tasks are more tasks",
+    "maxrecordsperpartition": "give `eventsPerTask`",
+    "groupidprefix": "leave it out: a query's place is in its checkpoint, and it has no group",
+    "includeheaders": "leave it out: the column `headers` is always there",
+    "startingtimestamp": "give `start` a time, 2026-11-16T08:00:00Z, or how long ago, 2h",
+    "endingtimestamp": "give `end` a time, 2026-11-16T08:00:00Z, or how long ago, 2h",
+    "startingoffsetsbytimestamp": 'give `start` a time for each partition, {"orders": {"0": "2026-11-16T08:00:00Z"}}',
+    "endingoffsetsbytimestamp": 'give `end` a time for each partition, {"orders": {"0": "2026-11-16T08:00:00Z"}}',
+    "startingoffsetsbytimestampstrategy": "leave it out: a time behind the last event means the end",
+}
+LATEST, EARLIEST = -1, -2
+"""What negative offsets mean, as in Kafka."""
 
 
 class SourceOptions(msgspec.Struct, frozen=True):
@@ -24,10 +58,10 @@ class SourceOptions(msgspec.Struct, frozen=True):
 
     url: str
     """Where the events are: the path of a folder, or penstock://host:port."""
-    topics: str = "#"
-    """A topic or a pattern."""
+    topics: Topics = Topics(("#",))
+    """Topics and patterns, with commas between them, less those of the option `exclude`."""
     start: str = "earliest"
-    """earliest, latest, a time (`2026-11-16T08:00:00Z`, `2h`) or offsets as JSON."""
+    """earliest, latest, a time (`2026-11-16T08:00:00Z`, `2h`), or JSON of these and of offsets."""
     end: str = "latest"
     """The same, for batch reads."""
     columns: tuple[str, ...] = ()
@@ -38,6 +72,9 @@ class SourceOptions(msgspec.Struct, frozen=True):
     """Allowed lateness (`10m`); gives `late`."""
     max_events_per_trigger: int | None = None
     max_bytes_per_trigger: int | None = None
+    min_events_per_trigger: int | None = None
+    """With fewer, a batch waits, `max_trigger_delay_us` at the longest."""
+    max_trigger_delay_us: int = 15 * 60 * 1_000_000
     events_per_task: int = 500_000
     on_expired: Literal["fail", "skip"] = "fail"
     """What to do when retention took offsets that were to be read."""
@@ -73,14 +110,13 @@ def source_options(options: Mapping[str, str]) -> SourceOptions:
     """
     given = _Given(options, "source", {
         "url", "topics", "start", "end", "columns", "schema", "lateafter", "maxeventspertrigger",
-        "maxbytespertrigger", "eventspertask", "onexpired", "pushdown", "token",
-    })  # fmt: skip
-    topics = given.take("topics", str, "#")
-    check_pattern(topics)
+        "maxbytespertrigger", "mineventspertrigger", "maxtriggerdelay", "eventspertask", "onexpired",
+        "exclude", "pushdown", "token",
+    }, KAFKAS)  # fmt: skip
     columns = tuple(name.strip() for name in given.take("columns", str, "").split(","))
     return SourceOptions(
         url=given.url(),
-        topics=topics,
+        topics=Topics.of(given.take("topics", str, "#"), given.take("exclude", str, "")),
         start=given.take("start", str, "earliest"),
         end=given.take("end", str, "latest"),
         columns=tuple(filter(None, columns)),
@@ -88,8 +124,10 @@ def source_options(options: Mapping[str, str]) -> SourceOptions:
         late_after_us=given.take("lateafter", parse_duration, None),
         max_events_per_trigger=given.take("maxeventspertrigger", _positive, None),
         max_bytes_per_trigger=given.take("maxbytespertrigger", _positive, None),
+        min_events_per_trigger=given.take("mineventspertrigger", _positive, None),
+        max_trigger_delay_us=given.take("maxtriggerdelay", parse_duration, 15 * 60 * 1_000_000),
         events_per_task=given.take("eventspertask", _positive, 500_000),
-        on_expired=given.take("onexpired", _one_of("fail", "skip"), "fail"),
+        on_expired=given.take("onexpired", _on_expired, "fail"),
         pushdown=given.take("pushdown", _truth, None),
         token=given.take("token", str, None),
     )
@@ -115,11 +153,32 @@ def sink_options(options: Mapping[str, str]) -> SinkOptions:
 class _Given:
     """Options by lower-case name: Spark does not tell `topics` from `TOPICS`."""
 
-    def __init__(self, options: Mapping[str, str], what: str, known: set[str]) -> None:
-        self._values = {name.lower(): text for name, text in options.items()}
-        for name in options:
-            if name.lower() in known | SPARKS:
+    def __init__(
+        self,
+        options: Mapping[str, str],
+        what: str,
+        known: set[str],
+        same: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self._values: dict[str, str] = {}
+        for given, text in options.items():
+            # A table keeps what it was made with under names of its own, beside the plain ones.
+            name = given.removeprefix("option.")
+            low = same.get(name.lower(), name.lower())
+            if self._values.setdefault(low, text) != text:
+                raise InvalidInput(
+                    f"the {what} is given two values for {low!r}, {self._values[low]!r} and {text!r}: one "
+                    f"as {name!r}. Leave one of them out",
+                    option=name,
+                )
+            if low in known | SPARKS:
                 continue
+            if low in ANSWERS or low.startswith("kafka."):
+                answer = ANSWERS.get(low, "leave it out: there is no Kafka client below")
+                raise InvalidInput(
+                    f"{name!r} is an option of Kafka's {what}, and this is Penstock's: {answer}",
+                    option=name,
+                )
             raise InvalidInput(
                 f"the {what} has no option {name!r}. {did_you_mean(name.lower(), known)}It has "
                 f"{', '.join(sorted(known))}",
@@ -154,6 +213,12 @@ def _positive(text: str) -> int:
     return number
 
 
+def _on_expired(text: str) -> str:
+    """Kafka's `failOnDataLoss` is true or false."""
+    chosen = _one_of("fail", "skip", "true", "false")(text)
+    return {"true": "fail", "false": "skip"}.get(chosen, chosen)
+
+
 def _codec(name: str) -> str:
     codecs.get(name)
     return name
@@ -172,21 +237,40 @@ def _one_of(*allowed: str) -> Callable[[str], str]:
     return read
 
 
-def offsets_of(text: str) -> dict[tuple[str, int], int] | None:
-    """Offsets given as JSON, `{"orders": {"0": 15}}`; None when the text is something else.
+def offsets_of(text: str) -> dict[tuple[str, int], int | str] | None:
+    """Where partitions begin, as JSON: an offset, or a text as for all; None for another text.
 
-    >>> offsets_of('{"orders": {"0": 15}}'), offsets_of("earliest")
-    ({('orders', 0): 15}, None)
+    Of negative offsets -1 is the latest and -2 the earliest, as in Kafka.
+
+    >>> offsets_of('{"orders": {"0": 15, "1": "2h", "2": -1}}')
+    {('orders', 0): 15, ('orders', 1): '2h', ('orders', 2): 'latest'}
+    >>> offsets_of("earliest")
     """
     if not text.lstrip().startswith("{"):
         return None
     try:
         return {
-            (topic, int(partition)): int(offset)
+            (topic, int(partition)): _offset(value)
             for topic, partitions in json.loads(text).items()
-            for partition, offset in partitions.items()
+            for partition, value in partitions.items()
         }
     except (ValueError, AttributeError, TypeError) as error:
         raise InvalidInput(
-            f'offsets are JSON of topic, partition and offset, {{"orders": {{"0": 15}}}}: {error}'
+            "offsets are JSON of topic, partition and offset or time, "
+            f'{{"orders": {{"0": 15, "1": "2026-11-16T08:00:00Z"}}}}: {error}'
         ) from None
+
+
+def _offset(value: Any) -> int | str:
+    if isinstance(value, str):
+        if re.fullmatch(r"\s*-?\d+\s*", value):
+            raise ValueError(f"{value!r} is a text; write an offset as a number")
+        return value
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{value!r} is neither an offset nor a time")
+    named = {LATEST: "latest", EARLIEST: "earliest"}.get(value)
+    if named is None and value < 0:
+        raise ValueError(
+            f"{value} is no offset: of negative ones -1 is the latest and -2 the earliest"
+        )
+    return value if named is None else named

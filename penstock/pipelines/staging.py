@@ -103,12 +103,14 @@ class Staging:
         path = folder / f"{_stem(name)}-{uuid.uuid4().hex}.arrow"
         count = 0
         try:
-            with pa.OSFile(str(path), "wb") as file:
-                with pa.ipc.new_file(file, first[0].schema) as writer:
-                    for rows in (first, rest):
-                        for each in rows:
-                            writer.write_batch(each)
-                            count += each.num_rows
+            with (
+                pa.OSFile(str(path), "wb") as file,
+                pa.ipc.new_file(file, first[0].schema) as writer,
+            ):
+                for rows in (first, rest):
+                    for each in rows:
+                        writer.write_batch(each)
+                        count += each.num_rows
         except BaseException:
             path.unlink(missing_ok=True)
             raise

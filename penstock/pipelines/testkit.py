@@ -24,17 +24,19 @@ from penstock.core.schedule import parse_duration
 from penstock.model.arrow import TIME
 from penstock.model.errors import InvalidInput, NotFound
 from penstock.model.token import TOKEN_BYTES
-from penstock.model.topic import tenant_of
+from penstock.model.topic import ANY_WORDS, tenant_of
 from penstock.pipelines import discovery, event_time
 from penstock.pipelines.columns import EVENT_COLUMNS, FAULT, LATE, VALUE
 from penstock.pipelines.payload import Decoder
 from penstock.pipelines.pipeline import Input, Pipeline, registered
+from penstock.pipelines.plan import Topics
 from penstock.pipelines.run import invoke
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 Row = Mapping[str, Any]
+NO_TOPIC = "test.rows"
 FIRST_APPEND = datetime(2026, 1, 1, tzinfo=UTC)
 """Append time of the first row that names none; each row after it is a millisecond younger."""
 
@@ -53,7 +55,7 @@ class _Filler:
             raise InvalidInput(
                 f"a row has no column {unknown[0]!r}; it has {', '.join(EVENT_COLUMNS)} and late"
             )
-        topic, partition = row.get("topic", "test.rows"), row.get("partition", 0)
+        topic, partition = row.get("topic", NO_TOPIC), row.get("partition", 0)
         offset = row.get("offset", self._next.get((topic, partition), 0))
         self._next[topic, partition] = offset + 1
         appended = row.get("append_time", FIRST_APPEND + timedelta(milliseconds=self._rows))
@@ -121,6 +123,12 @@ def frame(
     return _as_frame(spark, _table([filler.fill(row) for row in rows], source))
 
 
+def _read(rows: Sequence[Row], source: Input) -> list[Row]:
+    """The rows that the source would give: none of a topic that is left out."""
+    wanted = Topics.of(ANY_WORDS, source.exclude)
+    return [row for row in rows if wanted.has(row.get("topic", NO_TOPIC))]
+
+
 def _as_frame(spark: SparkSession, table: pa.Table) -> DataFrame:
     return spark.createDataFrame(table)
 
@@ -142,7 +150,7 @@ def run_on_rows(
     frames = {
         argument: frame(
             spark,
-            given.get(argument, ()),
+            _read(given.get(argument, ()), source),
             schema=source.schema,
             late_after=source.late_after,
         )
@@ -194,14 +202,15 @@ def _marked(batches: Sequence[Sequence[Row]], source: Input) -> Iterator[list[di
     filler = _Filler()
     newest_us = 0
     delay_us = parse_duration(source.late_after) if source.late_after else 0
-    for batch in batches:
+    for given in batches:
+        batch = _read(given, source)
         rows = [filler.fill(row) for row in batch]
         events_us, appended_us = (
             pa.array([row[name] for row in rows], TIME).cast(pa.int64()).to_numpy()
             for name in ("event_time", "append_time")
         )
-        for row, given, event_us in zip(rows, batch, events_us, strict=True):
-            if LATE not in given:
+        for row, said, event_us in zip(rows, batch, events_us, strict=True):
+            if LATE not in said:
                 row[LATE] = bool(event_us < newest_us - delay_us)
         newest_us = event_time.newest_us(events_us, appended_us, newest_us)
         yield rows
