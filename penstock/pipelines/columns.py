@@ -30,6 +30,11 @@ EVENT_COLUMNS: dict[str, tuple[str, pa.DataType, str]] = {
     "payload": ("BINARY", pa.binary(), "payload"),
     "codec": ("STRING", pa.string(), "codec"),
 }
+# Beside STRUCT and ARRAY, by the names that Spark's simpleString gives them.
+PAYLOAD_TYPES = {
+    "string", "binary", "boolean", "tinyint", "smallint", "int", "bigint", "float", "double", "decimal",
+    "date", "timestamp", "timestamp_ntz", "void",
+}  # fmt: skip
 VALUE, FAULT, LATE = "value", "fault", "late"
 # Columns that are kept because the next piece has them again: topic, partition, tenant and codec.
 # They hold a piece's rows each, so a fifth would only take memory.
@@ -71,6 +76,7 @@ def check_schema(wanted: StructType) -> None:
         if each.name == VALUE and kind.startswith("struct<"):
             kind = "struct"
             _check_may_be_missing(each.dataType, VALUE)
+            check_payload(each.dataType, VALUE)
         expected = have.get(each.name, "STRUCT" if each.name == VALUE else None)
         if expected is None:
             raise InvalidInput(
@@ -87,6 +93,24 @@ def check_schema(wanted: StructType) -> None:
             )
     if FAULT in wanted.names and VALUE not in wanted.names:
         raise InvalidInput(f"`{FAULT}` says why there is no `{VALUE}`: read both columns")
+
+
+def check_payload(kind: Any, name: str) -> None:
+    """Refuse types that no payload can be read as: each row would be a fault."""
+    said = kind.simpleString()
+    if hasattr(kind, "fields"):
+        for each in kind.fields:
+            check_payload(each.dataType, f"{name}.{each.name}")
+    elif hasattr(kind, "elementType"):
+        check_payload(kind.elementType, f"{name}[]")
+    elif said.partition("(")[0] not in PAYLOAD_TYPES:
+        raise InvalidInput(
+            f"{name} is {said.upper()} in the schema, and payloads are not read as that; nothing was read. "
+            "Take STRUCT, ARRAY, STRING, BINARY, BOOLEAN, a number, DATE or TIMESTAMP. For an object "
+            "of any fields, or a value of any kind, leave it out and use from_json(CAST(payload AS STRING), ...) "
+            "or parse_json(CAST(payload AS STRING))",
+            column=name,
+        )
 
 
 def _check_may_be_missing(kind: Any, name: str) -> None:

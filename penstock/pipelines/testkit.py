@@ -26,7 +26,7 @@ from penstock.model.errors import InvalidInput, NotFound
 from penstock.model.token import TOKEN_BYTES
 from penstock.model.topic import ANY_WORDS, tenant_of
 from penstock.pipelines import discovery, event_time
-from penstock.pipelines.columns import EVENT_COLUMNS, FAULT, LATE, VALUE
+from penstock.pipelines.columns import EVENT_COLUMNS, FAULT, LATE, VALUE, check_payload
 from penstock.pipelines.payload import Decoder
 from penstock.pipelines.pipeline import Input, Pipeline, registered
 from penstock.pipelines.plan import Topics
@@ -107,6 +107,7 @@ def _fields(ddl: str) -> pa.StructType:
 
     found = StructType.fromDDL(ddl)
     assert isinstance(found, StructType)
+    check_payload(found, VALUE)
     return pa.struct(list(to_arrow_schema(found, prefers_large_types=False)))
 
 
