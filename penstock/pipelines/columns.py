@@ -43,8 +43,10 @@ REPEATED_VALUES = 4
 MAYBE_NULL = ("key", VALUE, FAULT)
 
 
-def row_ddl(names: Sequence[str], value_ddl: str | None, *, late: bool) -> str:
-    """The columns of a read as Spark DDL: those named, or all there are.
+def row_ddl(
+    names: Sequence[str], value_ddl: str | None, *, late: bool, comment: str | None = None
+) -> str:
+    """The columns of a read as Spark DDL: those named, or all there are; the first with a comment.
 
     >>> row_ddl(["offset", "value"], "n BIGINT", late=False)
     'offset BIGINT NOT NULL, value STRUCT<n BIGINT>'
@@ -61,10 +63,14 @@ def row_ddl(names: Sequence[str], value_ddl: str | None, *, late: bool) -> str:
                 "need the option `schema`, `late` needs `lateAfter`",
                 column=name,
             )
-    return ", ".join(
+    columns = [
         f"{name} {known[name]}{'' if name in MAYBE_NULL else ' NOT NULL'}"
         for name in names or known
-    )
+    ]
+    if comment is not None:
+        quoted = comment.replace("\\", "\\\\").replace("'", "\\'")
+        columns[0] += f" COMMENT '{quoted}'"
+    return ", ".join(columns)
 
 
 def check_schema(wanted: StructType) -> None:

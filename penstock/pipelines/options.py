@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 
@@ -16,6 +16,9 @@ from penstock.model.errors import InvalidInput
 from penstock.model.nearest import did_you_mean
 from penstock.model.topic import check_topic
 from penstock.pipelines.plan import Topics
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import StructType
 
 T = TypeVar("T")
 # Spark's own, which reach every source and sink.
@@ -51,6 +54,16 @@ ANSWERS = {
 }
 LATEST, EARLIEST = -1, -2
 """What negative offsets mean, as in Kafka."""
+
+
+SOURCES = {
+    "url", "topics", "exclude", "start", "end", "columns", "schema", "lateafter", "maxeventspertrigger",
+    "maxbytespertrigger", "mineventspertrigger", "maxtriggerdelay", "eventspertask", "onexpired", "pushdown",
+    "token",
+}  # fmt: skip
+SINKS = {"url", "topic", "queryid", "batchid", "codec", "maxtransactionbytes", "plans", "token"}
+_TABLE = "penstock "
+"""Begins the comment of a column that keeps the options of a table."""
 
 
 class SourceOptions(msgspec.Struct, frozen=True):
@@ -108,11 +121,7 @@ def source_options(options: Mapping[str, str]) -> SourceOptions:
     Traceback (most recent call last):
     penstock.model.errors.InvalidInput: the source has no option 'topic'. Did you mean 'topics'? ...
     """
-    given = _Given(options, "source", {
-        "url", "topics", "start", "end", "columns", "schema", "lateafter", "maxeventspertrigger",
-        "maxbytespertrigger", "mineventspertrigger", "maxtriggerdelay", "eventspertask", "onexpired",
-        "exclude", "pushdown", "token",
-    }, KAFKAS)  # fmt: skip
+    given = _Given(options, "source", SOURCES, KAFKAS)
     columns = tuple(name.strip() for name in given.take("columns", str, "").split(","))
     return SourceOptions(
         url=given.url(),
@@ -135,9 +144,7 @@ def source_options(options: Mapping[str, str]) -> SourceOptions:
 
 def sink_options(options: Mapping[str, str]) -> SinkOptions:
     """Read a sink's options."""
-    given = _Given(options, "sink", {
-        "url", "topic", "queryid", "batchid", "codec", "maxtransactionbytes", "plans", "token",
-    })  # fmt: skip
+    given = _Given(options, "sink", SINKS)
     return SinkOptions(
         url=given.url(),
         topic=given.take("topic", str, None),
@@ -148,6 +155,33 @@ def sink_options(options: Mapping[str, str]) -> SinkOptions:
         plans=given.take("plans", check_topic, "spark.plans"),
         token=given.take("token", str, None),
     )
+
+
+def table_comment(options: Mapping[str, str]) -> str | None:
+    """A comment that keeps the options of a table that is being made; None where none is.
+
+    Spark tells a Python source the options of CREATE TABLE once, and never again. The columns it
+    keeps, with their comments. A token is no part of what DESCRIBE shows.
+    """
+    low = {name.lower(): text for name, text in options.items()}
+    if "provider" not in low:
+        return None
+    known = SOURCES | SINKS | KAFKAS.keys() | {"path"}
+    kept = {name: text for name, text in low.items() if name in known - {"token"}}
+    return _TABLE + json.dumps(kept, sort_keys=True)
+
+
+def with_tables(options: Mapping[str, str], schema: StructType, known: set[str]) -> dict[str, str]:
+    """Options, and beside them those that a table keeps in a comment of its columns."""
+    for column in schema:
+        comment = column.metadata.get("comment", "")
+        if comment.startswith(_TABLE):
+            kept = json.loads(comment.removeprefix(_TABLE))
+            wanted = known | KAFKAS.keys() | {"path"}
+            said = {name.lower() for name in options}
+            more = {name: text for name, text in kept.items() if name in wanted - said}
+            return {**more, **options}
+    return dict(options)
 
 
 class _Given:
@@ -190,7 +224,8 @@ class _Given:
         if not url:
             raise InvalidInput(
                 "where is the bus? Give the option `url`: the path of a folder, or "
-                "penstock://host:port"
+                "penstock://host:port. Of a table that was made with columns of its own, Spark does not tell "
+                "the options: leave the columns out of CREATE TABLE, or read it WITH (url = '...')"
             )
         return url.removeprefix("file:") if url.startswith("file:") else url
 

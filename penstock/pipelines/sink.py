@@ -24,6 +24,7 @@ from penstock.pipelines.connection import is_broker
 from penstock.pipelines.failpoint import failpoint
 from penstock.pipelines.options import SinkOptions, sink_options
 from penstock.pipelines.outgoing import Batch, Outlet, check_columns, checked, outlet_at
+from penstock.pipelines.plain_errors import plain_errors
 from penstock.pipelines.staging import Staged, Staging, rows_of
 
 QUERY_ID, BATCH_ID = "sql.streaming.queryId", "streaming.sql.batchId"
@@ -79,6 +80,7 @@ class Delivery:
             self.staging.forget(name)
 
 
+@plain_errors
 class BatchWriter(DataSourceArrowWriter):
     """Writes a DataFrame once; named by `queryId` and `batchId`, or by itself."""
 
@@ -109,12 +111,14 @@ class BatchWriter(DataSourceArrowWriter):
         self._delivery.forget(messages)
 
 
+@plain_errors
 class StreamWriter(DataSourceStreamArrowWriter):
-    """Writes every batch of a query once; named by query and batch."""
+    """Writes every batch of a query once; named by query and batch.
 
-    def __init__(self, options: dict[str, str], schema: StructType, overwrite: bool) -> None:
-        if overwrite:
-            raise InvalidInput("a topic is a log: use outputMode('append')")
+    In complete mode a batch is the whole result so far, and each is published: a topic is a log.
+    """
+
+    def __init__(self, options: dict[str, str], schema: StructType) -> None:
         self._delivery = Delivery(sink_options(options), schema)
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> Staged:

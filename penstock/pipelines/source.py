@@ -32,7 +32,16 @@ from penstock.pipelines import event_time
 from penstock.pipelines.columns import LATE, VALUE, check_schema, row_ddl
 from penstock.pipelines.failpoint import failpoint
 from penstock.pipelines.notice import tell_skipped
-from penstock.pipelines.options import SourceOptions, offsets_of, source_options
+from penstock.pipelines.options import (
+    SINKS,
+    SOURCES,
+    SourceOptions,
+    offsets_of,
+    source_options,
+    table_comment,
+    with_tables,
+)
+from penstock.pipelines.plain_errors import plain_errors
 from penstock.pipelines.plan import Bounds, Offsets, Place, Split, ahead, behind, expired, splits
 from penstock.pipelines.pushdown import PUSHDOWN, Narrowing
 from penstock.pipelines.readahead import read_ahead
@@ -45,6 +54,7 @@ from penstock.pipelines.store import Store, store_at
 SAMPLED_LANES, SAMPLED_EVENTS = 16, 100
 
 
+@plain_errors
 class PenstockSource(DataSource):
     """Topics of a bus, to read and to write. docs/guide/spark.md has the options."""
 
@@ -57,25 +67,29 @@ class PenstockSource(DataSource):
         """All columns, or those of the option `columns`."""
         options = source_options(self.options)
         late = options.late_after_us is not None
-        return row_ddl(options.columns, options.schema, late=late)
+        comment = table_comment(self.options)
+        return row_ddl(options.columns, options.schema, late=late, comment=comment)
 
     def reader(self, schema: StructType) -> BatchReader:
         """Read once; with filters pushed down where Spark was told to."""
-        options = source_options(self.options)
+        options = self._read_options(schema)
         pushing = os.environ.get(PUSHDOWN) == "1" if options.pushdown is None else options.pushdown
         return (PushingReader if pushing else BatchReader)(options, schema)
 
     def streamReader(self, schema: StructType) -> StreamReader:  # noqa: N802 - Spark's name
         """Read on and on."""
-        return StreamReader(source_options(self.options), schema)
+        return StreamReader(self._read_options(schema), schema)
+
+    def _read_options(self, schema: StructType) -> SourceOptions:
+        return source_options(with_tables(self.options, schema, SOURCES))
 
     def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:
         """Write once."""
-        return BatchWriter(dict(self.options), schema, overwrite)
+        return BatchWriter(with_tables(self.options, schema, SINKS), schema, overwrite)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:  # noqa: N802
         """Write on and on."""
-        return StreamWriter(dict(self.options), schema, overwrite)
+        return StreamWriter(with_tables(self.options, schema, SINKS), schema)
 
 
 class Task(InputPartition):
@@ -105,6 +119,7 @@ def _reading(options: SourceOptions, schema: StructType) -> Reading:
     return Reading(options.url, options.token, tuple(schema.names), never_null, value_type, skip)
 
 
+@plain_errors
 class _Reader:
     """What both ways of reading share."""
 
@@ -183,6 +198,7 @@ class _Reader:
         settle()
 
 
+@plain_errors
 class BatchReader(_Reader, DataSourceReader):
     """Reads what there is between two points."""
 
@@ -202,6 +218,7 @@ class BatchReader(_Reader, DataSourceReader):
         return [Task(parts, None, bounds) for parts in tasks]
 
 
+@plain_errors
 class PushingReader(BatchReader):
     """The same with filters: Spark refuses a reader that has them where it was not told to push."""
 
@@ -214,6 +231,7 @@ class PushingReader(BatchReader):
         return filters
 
 
+@plain_errors
 class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Reads on as events come; its place is in Spark's checkpoint."""
 
