@@ -20,9 +20,9 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.core.schedule import parse_duration
+from penstock.core.schedule import parse_duration, parse_when
 from penstock.model.arrow import TIME
-from penstock.model.errors import InvalidInput, NotFound
+from penstock.model.errors import InvalidInput, InvalidSchedule, NotFound
 from penstock.model.token import TOKEN_BYTES
 from penstock.model.topic import ANY_WORDS, tenant_of
 from penstock.pipelines import discovery, event_time
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 NO_TOPIC = "test.rows"
+TIMES = ("append_time", "event_time")
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 FIRST_APPEND = datetime(2026, 1, 1, tzinfo=UTC)
 """Append time of the first row that names none; each row after it is a millisecond younger."""
 
@@ -58,6 +60,7 @@ class _Filler:
         topic, partition = row.get("topic", NO_TOPIC), row.get("partition", 0)
         offset = row.get("offset", self._next.get((topic, partition), 0))
         self._next[topic, partition] = offset + 1
+        row = {**row, **{name: _moment(name, row[name]) for name in TIMES if name in row}}
         appended = row.get("append_time", FIRST_APPEND + timedelta(milliseconds=self._rows))
         self._rows += 1
         place = f"{topic}/{partition}/{offset}".encode()
@@ -77,8 +80,21 @@ class _Filler:
         }
         filled |= row
         filled["payload"] = _payload(filled["payload"])
-        filled["headers"] = list(filled["headers"].items())
+        if not isinstance(filled["headers"] or {}, Mapping):
+            raise InvalidInput(f"headers are an object of texts, not {filled['headers']!r}")
+        filled["headers"] = list((filled["headers"] or {}).items())
         return filled
+
+
+def _moment(name: str, value: Any) -> datetime:
+    """A time as JSON can write it: ISO 8601 with its zone, or seconds since 1970."""
+    try:
+        return EPOCH + timedelta(microseconds=parse_when(value))
+    except InvalidSchedule as error:
+        raise InvalidInput(
+            f"{name} is {value!r}, which is no time: {error.why}. Write 2026-01-31T09:00:00Z",
+            column=name,
+        ) from None
 
 
 def _payload(value: Any) -> bytes:
@@ -90,7 +106,7 @@ def _payload(value: Any) -> bytes:
 def _table(rows: Sequence[Mapping[str, Any]], source: Input) -> pa.Table:
     """Filled rows as the columns that an input has."""
     names = {name: kind for name, (_, kind, _) in EVENT_COLUMNS.items()}
-    columns = {name: pa.array([row[name] for row in rows], kind) for name, kind in names.items()}
+    columns = {name: _column(name, kind, rows) for name, kind in names.items()}
     if source.schema is not None:
         value, fault = Decoder(_fields(source.schema)).decode(
             columns["payload"], [row["codec"] for row in rows]
@@ -99,6 +115,24 @@ def _table(rows: Sequence[Mapping[str, Any]], source: Input) -> pa.Table:
     if source.late_after is not None:
         columns[LATE] = pa.array([row[LATE] for row in rows], pa.bool_())
     return pa.table(columns)
+
+
+def _column(name: str, kind: pa.DataType, rows: Sequence[Mapping[str, Any]]) -> pa.Array:
+    values = [row[name] for row in rows]
+    try:
+        return pa.array(values, kind)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError):
+        for number, value in enumerate(values, 1):
+            try:
+                pa.array([value], kind)
+            except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+                raise InvalidInput(
+                    f"{name} of row {number} is {value!r}, and the column is {EVENT_COLUMNS[name][0]}: "
+                    f"{error}. Correct the row",
+                    column=name,
+                    row=number,
+                ) from None
+        raise
 
 
 def _fields(ddl: str) -> pa.StructType:
