@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ from penstock.model.topic import check_topic
 if TYPE_CHECKING:
     from penstock.bus.bus import Bus
 
+SEAL_LOOK_S = 0.02  # a little is sealed in milliseconds, a full journal file in seconds
 # Desks have a method `list`, which would hide the type in their annotations.
 TopicInfos = list[TopicInfo]
 GroupInfos = list[GroupInfo]
@@ -129,6 +131,18 @@ class Topics(Desk):
             ask.ConfigureTopic(name, partitions, actor=self._actor)
         )
         return found
+
+    async def seal(self) -> None:
+        """Bring what is stored now from the journal into Parquet segments; returns when it is there.
+
+        The log does this by itself when a journal file is full or `journal.roll_after_s` old.
+        """
+        info = await self._bus.ask(ask.Seal(actor=self._actor))
+        pause_s = SEAL_LOOK_S
+        while info.sealed_to < info.before:
+            await asyncio.sleep(pause_s)
+            pause_s = min(1.0, 2 * pause_s)
+            info = await self._bus.ask(ask.Seal(info.before, self._actor))
 
     async def delete(self, name: str, *, confirm: str = "", dry_run: bool = False) -> Effect:
         """Remove a topic and its events, with confirm="DELETE"; refused and audited when it is write-once.

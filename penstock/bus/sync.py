@@ -202,6 +202,7 @@ class SyncTopics(Blocking[Topics]):
     create = waits(Topics.create)
     configure = waits(Topics.configure)
     grow = waits(Topics.grow)
+    seal = waits(Topics.seal)
     delete = waits(Topics.delete)
 
 

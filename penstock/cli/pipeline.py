@@ -128,6 +128,7 @@ def status(invocation: Invocation, name: str, topics: str | None, state: str, to
     check_requirements()
     from penstock.pipelines import checkpoint
     from penstock.pipelines.discovery import find
+    from penstock.pipelines.plan import Topics, behind
     from penstock.pipelines.store import store_at
 
     made = find(name, folder)
@@ -135,17 +136,17 @@ def status(invocation: Invocation, name: str, topics: str | None, state: str, to
     store = store_at(invocation.url, token)
     for place in found.places:
         place.check_bus(store.identity(), invocation.url)
-    patterns = [topics or each.topics for each in made.reads.values()]
-    behind = sum(
-        checkpoint.lag(place, store.bounds(pattern))
-        for place, pattern in zip(found.places, patterns, strict=False)
+    read = [Topics.of(topics or each.topics, each.exclude) for each in made.reads.values()]
+    left = sum(
+        behind(place.offsets, wanted.bounds(store.bounds))
+        for place, wanted in zip(found.places, read, strict=False)
     )
     record = {
         "name": name,
         "query": found.query,
         "batch": found.batch,
         "unfinished": found.planned if found.planned > found.batch else None,
-        "lag": behind if found.places else None,
+        "lag": left if found.places else None,
         "offsets": {
             f"{topic}/{partition}": offset
             for place in found.places

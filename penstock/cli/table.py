@@ -42,6 +42,12 @@ def sync(invocation: Invocation, /, patterns: tuple[str, ...], every_s: float | 
         while True:
             report = sync_topics(folder, warehouse, patterns or "#")
             output.show_record(invocation, msgspec.structs.asdict(report))
+            if report.waiting:
+                output.note(
+                    f"{report.waiting:,} events are still in the journal and not in the tables: they join when "
+                    "they are sealed. `penstock topic seal` seals them now; give it the broker's URL where one "
+                    "is running"
+                )
             if every_s is None or stopped.wait(every_s):
                 return
 
@@ -55,11 +61,20 @@ def files(invocation: Invocation, /, name: str, **said: Any) -> None:
     from penstock.pipelines.lakehouse.table import unknown_table
     from penstock.pipelines.lakehouse.warehouse import table_files
 
-    with open_warehouse(said) as warehouse:
+    with open_warehouse(said, create=False) as warehouse:
         if warehouse.table(name).schema() is None:
-            raise unknown_table(name, said["warehouse"])
+            error = unknown_table(name, said["warehouse"])
+            _tell_other_format(said["warehouse"], name)
+            raise error
         rows: list[dict[str, Any]] = [{"file": each} for each in table_files(warehouse, name)]
     output.show_rows(invocation, rows, ["file"])
+
+
+def _tell_other_format(place: str, name: str) -> None:
+    """A table of another format is there under that name: the option is what is wrong."""
+    for mark, format_ in (("_delta_log", "delta"), ("_table.json", "parquet")):
+        if (Path(place) / name / mark).exists():
+            output.note(f"{place} has {name!r} as a {format_} table: add --format {format_}")
 
 
 @command.command("compact")
@@ -77,7 +92,7 @@ def compact(invocation: Invocation, /, names: tuple[str, ...], mb: int, keep_s: 
     from penstock.model.setting import MIB
     from penstock.pipelines.lakehouse.compaction import compact as compact_table
 
-    with open_warehouse(said) as warehouse, asked_to_stop() as stopped:
+    with open_warehouse(said, create=False) as warehouse, asked_to_stop() as stopped:
         while True:
             for name in names:
                 try:

@@ -109,6 +109,21 @@ def grow(invocation: Invocation, name: str, partitions: int) -> None:
     _show(invocation, change(invocation, work))
 
 
+@command.command("seal")
+@click.pass_obj
+def seal(invocation: Invocation) -> None:
+    """Bring all events from the journal into Parquet segments now, for `penstock table sync` and others.
+
+    The log does so by itself when a journal file is full, or after `journal.roll_after_s`.
+    """
+
+    async def work(bus: penstock.Bus) -> None:
+        await bus.topics.seal()
+
+    change(invocation, work)
+    output.note("sealed: every event that was in the journal is in a segment")
+
+
 @command.command("configure")
 @click.argument("name", shell_complete=complete_topic)
 @_retention

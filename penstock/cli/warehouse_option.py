@@ -22,14 +22,19 @@ def warehouse_options(function: Any) -> Any:
     return click.option("--warehouse", help="Folder or URI of tables.")(function)
 
 
-def open_warehouse(said: dict[str, Any]) -> Warehouse:
-    """The warehouse that these options name; a command that needs one says so."""
+def open_warehouse(said: dict[str, Any], *, create: bool = True) -> Warehouse:
+    """The warehouse that these options name; a command that needs one says so.
+
+    `create` is off for commands that only look: they make neither a folder nor a catalogue.
+    """
     from penstock.pipelines.lakehouse.warehouse import Warehouse
 
     if said["warehouse"] is None:
         raise click.UsageError("where are the tables? Give --warehouse, a folder or a URI")
     properties = _flat(read_toml(said["properties_file"]))
-    return Warehouse(said["warehouse"], format=said["table_format"], properties=properties)
+    return Warehouse(
+        said["warehouse"], format=said["table_format"], properties=properties, create=create
+    )
 
 
 def read_toml(path: str | None) -> dict[str, Any]:

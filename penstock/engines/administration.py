@@ -26,6 +26,7 @@ from penstock.engines.views import (
     GroupEffect,
     GroupInfo,
     LaneInfo,
+    SealInfo,
     TopicInfo,
     group_info,
     known_partition,
@@ -37,9 +38,11 @@ from penstock.log.disk import RealDisk
 from penstock.log.retention import check_change
 from penstock.model.errors import (
     AlreadyExists,
+    DiskFull,
     InvalidInput,
     PenstockError,
     Refused,
+    StorageError,
     Unsupported,
     WriteOnce,
 )
@@ -63,6 +66,7 @@ class Administration:
             ask.CreateTopic: self._create_topic,
             ask.ConfigureTopic: self._configure_topic,
             ask.DeleteTopic: self._delete_topic,
+            ask.Seal: self._seal,
             ask.FindOffset: self._find_offset,
             ask.AdmitReplay: self._admit_replay,
             ask.ListGroups: self._list_groups,
@@ -161,6 +165,32 @@ class Administration:
         await engine.intake.submit([], when_taken=entries)
         engine.housekeeper.wake()  # a topic at its limit may have room now
         return self._topic_info(topic)
+
+    async def _seal(self, request: ask.Seal) -> SealInfo:
+        engine, before = self._engine, request.before
+        if not engine.settings.sealing.enabled:
+            raise Unsupported(
+                "sealing.enabled is off here, so events stay in the journal; nothing was done. Turn it on "
+                "and open the bus again"
+            )
+        if before is None:
+            before = engine.journal.position
+            engine.journal.close_file()
+            audit = engine.audit.entry(request.actor, "journal.seal", "journal", {}, {})
+            await engine.intake.write_entries([audit])
+            if engine.journal.base < before:
+                raise DiskFull(
+                    "no room for another journal file, so this one cannot be closed; nothing was sealed. "
+                    "Free some space or lower retention",
+                    retry_after_s=1.0,
+                )
+            engine.housekeeper.wake()
+        sealed_to = engine.log.manifest.sealed_to
+        if engine.housekeeper.problem is not None and sealed_to < before:
+            raise StorageError(
+                f"sealing fails: {engine.housekeeper.problem}. Nothing is lost; it is tried again"
+            )
+        return SealInfo(before, sealed_to)
 
     async def _delete_topic(self, request: ask.DeleteTopic) -> Effect:
         engine, topic = self._engine, request.topic

@@ -12,7 +12,7 @@ from penstock.core.state import DeadLetter
 from penstock.engines import request as ask
 from penstock.engines.deadletters import DeadLetterDetail, Outcome
 from penstock.engines.engine import Request
-from penstock.engines.views import Effect, GroupInfo, SessionInfo, TenantInfo, TopicInfo
+from penstock.engines.views import Effect, GroupInfo, SealInfo, SessionInfo, TenantInfo, TopicInfo
 from penstock.log.auditseal import Manifest
 
 ANSWERS: dict[type[Request], Any] = {
@@ -21,6 +21,7 @@ ANSWERS: dict[type[Request], Any] = {
     ask.CreateTopic: TopicInfo,
     ask.ConfigureTopic: TopicInfo,
     ask.DeleteTopic: Effect,
+    ask.Seal: SealInfo,
     ask.FindOffset: int,
     ask.AdmitReplay: None,
     ask.ListGroups: list[GroupInfo],

@@ -65,6 +65,13 @@ class DeleteTopic(Request, frozen=True):
     dry_run: bool = False
 
 
+class Seal(Request, frozen=True):
+    """Close the journal file in use, so that what is in it is sealed; with `before`, ask how far that is."""
+
+    before: Number | None = None
+    actor: str = "local"
+
+
 class FindOffset(Request, frozen=True):
     """The first offset appended at or after a time."""
 

@@ -49,6 +49,15 @@ class TopicInfo(msgspec.Struct):
         return sum(part.sealed_bytes for part in self.partitions)
 
 
+class SealInfo(msgspec.Struct):
+    """How far sealing is."""
+
+    before: int
+    """Position in the journal up to which everything is to be sealed."""
+    sealed_to: int
+    """Position up to which everything is."""
+
+
 class LaneInfo(msgspec.Struct):
     """How far a group is in one partition."""
 

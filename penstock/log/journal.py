@@ -160,6 +160,7 @@ class Journal:
         self._spare: File | None = None
         self._spare_bytes = 0
         self._opened_us = 0
+        self._wanted_new = False
         self._watermark = Watermark(disk, write=True)
 
     # -- on the owner's loop ---------------------------------------------------------------------
@@ -171,6 +172,10 @@ class Journal:
             return 0
         return max(self._settings.file_bytes, size) + SLACK_BYTES
 
+    def close_file(self) -> None:
+        """Let the next commit go to the spare file."""
+        self._wanted_new = True
+
     def rolls(self, now_us: int, first_bytes: int) -> bool:
         """Whether a commit that begins now goes to the spare file: the active one is full or old."""
         used = self.position - self.base
@@ -179,7 +184,7 @@ class Journal:
         old = (
             used > ROLL_LEAST_BYTES and now_us - self._opened_us > self._settings.roll_after_s * 1e6
         )
-        return self._spare_bytes > 0 and (full or past or old)
+        return self._spare_bytes > 0 and (full or past or old or self._wanted_new)
 
     def begin(self, now_us: int, first_bytes: int) -> Commit:
         """Start a commit; it goes to the spare file when the active one is full or old."""
@@ -188,7 +193,7 @@ class Journal:
         header = FileHeader(FORMAT, self.epoch, self.position, now_us)
         commit = Commit(self.position, self.durable, header)
         commit.add(FILE_HEADER, [msgspec.msgpack.encode(header)])
-        self.base, self._opened_us = self.position, now_us
+        self.base, self._opened_us, self._wanted_new = self.position, now_us, False
         self._allocated, self._spare_bytes = self._spare_bytes, 0
         return commit
 

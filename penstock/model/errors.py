@@ -61,7 +61,8 @@
     │   └── NotAuthenticated            access.unauthenticated
     ├── PipelineError                   pipeline.*         pipelines on Spark
     │   ├── UnfitEnvironment            pipeline.environment
-    │   └── PipelineFailed              pipeline.failed
+    │   ├── PipelineFailed              pipeline.failed
+    │   └── BatchChanged                pipeline.batch-changed
     ├── TableError                      table.*            a warehouse or one of its tables
     │   ├── UnknownTable                table.unknown
     │   ├── CommitConflict              table.conflict
@@ -88,7 +89,12 @@ from penstock.model.connection_errors import (
     WrongProtocolVersion,
 )
 from penstock.model.error import PenstockError
-from penstock.model.pipeline_errors import PipelineError, PipelineFailed, UnfitEnvironment
+from penstock.model.pipeline_errors import (
+    BatchChanged,
+    PipelineError,
+    PipelineFailed,
+    UnfitEnvironment,
+)
 from penstock.model.storage_errors import (
     Corrupted,
     FolderLocked,
@@ -112,6 +118,7 @@ __all__ = [
     "AlreadyExists",
     "AlreadyReplayed",
     "AlreadySettled",
+    "BatchChanged",
     "BrokerUnreachable",
     "BusClosed",
     "CommitConflict",

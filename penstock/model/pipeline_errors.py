@@ -21,3 +21,9 @@ class PipelineFailed(PipelineError):
     """A query ended with an error; its checkpoint holds the last batch that was done."""
 
     code = "pipeline.failed"
+
+
+class BatchChanged(PipelineError):
+    """A batch of the sink was published in part, and its next attempt has other rows."""
+
+    code = "pipeline.batch-changed"

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.model.errors import InvalidInput, NotFound
-from penstock.pipelines.plan import Bounds, Offsets, Place
+from penstock.pipelines.plan import Place
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -53,13 +53,3 @@ def _places(path: Path) -> list[Place]:
         return []
     lines = path.read_text().splitlines()[2:]
     return [Place.from_json(json.loads(line)) for line in lines if line.strip() not in ("", "-")]
-
-
-def lag(place: Place, bounds: Bounds) -> int:
-    """Events in the log that the query has not done.
-
-    >>> lag(Place({("orders", 0): 7}), {("orders", 0): (0, 9), ("new", 0): (2, 5)})
-    5
-    """
-    offsets: Offsets = place.offsets
-    return sum(max(0, end - offsets.get(lane, first)) for lane, (first, end) in bounds.items())

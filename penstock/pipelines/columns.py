@@ -30,6 +30,11 @@ EVENT_COLUMNS: dict[str, tuple[str, pa.DataType, str]] = {
     "payload": ("BINARY", pa.binary(), "payload"),
     "codec": ("STRING", pa.string(), "codec"),
 }
+# Beside STRUCT and ARRAY, by the names that Spark's simpleString gives them.
+PAYLOAD_TYPES = {
+    "string", "binary", "boolean", "tinyint", "smallint", "int", "bigint", "float", "double", "decimal",
+    "date", "timestamp", "timestamp_ntz", "void",
+}  # fmt: skip
 VALUE, FAULT, LATE = "value", "fault", "late"
 # Columns that are kept because the next piece has them again: topic, partition, tenant and codec.
 # They hold a piece's rows each, so a fifth would only take memory.
@@ -38,8 +43,10 @@ REPEATED_VALUES = 4
 MAYBE_NULL = ("key", VALUE, FAULT)
 
 
-def row_ddl(names: Sequence[str], value_ddl: str | None, *, late: bool) -> str:
-    """The columns of a read as Spark DDL: those named, or all there are.
+def row_ddl(
+    names: Sequence[str], value_ddl: str | None, *, late: bool, comment: str | None = None
+) -> str:
+    """The columns of a read as Spark DDL: those named, or all there are; the first with a comment.
 
     >>> row_ddl(["offset", "value"], "n BIGINT", late=False)
     'offset BIGINT NOT NULL, value STRUCT<n BIGINT>'
@@ -56,10 +63,14 @@ def row_ddl(names: Sequence[str], value_ddl: str | None, *, late: bool) -> str:
                 "need the option `schema`, `late` needs `lateAfter`",
                 column=name,
             )
-    return ", ".join(
+    columns = [
         f"{name} {known[name]}{'' if name in MAYBE_NULL else ' NOT NULL'}"
         for name in names or known
-    )
+    ]
+    if comment is not None:
+        quoted = comment.replace("\\", "\\\\").replace("'", "\\'")
+        columns[0] += f" COMMENT '{quoted}'"
+    return ", ".join(columns)
 
 
 def check_schema(wanted: StructType) -> None:
@@ -71,6 +82,7 @@ def check_schema(wanted: StructType) -> None:
         if each.name == VALUE and kind.startswith("struct<"):
             kind = "struct"
             _check_may_be_missing(each.dataType, VALUE)
+            check_payload(each.dataType, VALUE)
         expected = have.get(each.name, "STRUCT" if each.name == VALUE else None)
         if expected is None:
             raise InvalidInput(
@@ -87,6 +99,24 @@ def check_schema(wanted: StructType) -> None:
             )
     if FAULT in wanted.names and VALUE not in wanted.names:
         raise InvalidInput(f"`{FAULT}` says why there is no `{VALUE}`: read both columns")
+
+
+def check_payload(kind: Any, name: str) -> None:
+    """Refuse types that no payload can be read as: each row would be a fault."""
+    said = kind.simpleString()
+    if hasattr(kind, "fields"):
+        for each in kind.fields:
+            check_payload(each.dataType, f"{name}.{each.name}")
+    elif hasattr(kind, "elementType"):
+        check_payload(kind.elementType, f"{name}[]")
+    elif said.partition("(")[0] not in PAYLOAD_TYPES:
+        raise InvalidInput(
+            f"{name} is {said.upper()} in the schema, and payloads are not read as that; nothing was read. "
+            "Take STRUCT, ARRAY, STRING, BINARY, BOOLEAN, a number, DATE or TIMESTAMP. For an object "
+            "of any fields, or a value of any kind, leave it out and use from_json(CAST(payload AS STRING), ...) "
+            "or parse_json(CAST(payload AS STRING))",
+            column=name,
+        )
 
 
 def _check_may_be_missing(kind: Any, name: str) -> None:

@@ -30,10 +30,10 @@ def credentials(token: str | None) -> dict[str, Any]:
 class Connection:
     """An open bus, for code that has no loop."""
 
-    def __init__(self, url: str, token: str | None) -> None:
+    def __init__(self, url: str, token: str | None, **more: Any) -> None:
         self._thread = LoopThread()
         try:
-            self.bus: Bus = self._thread.call(lambda: connect(url, **credentials(token)))
+            self.bus: Bus = self._thread.call(lambda: connect(url, **credentials(token), **more))
             self.wait(self.bus.open())
         except BaseException:
             self._thread.stop()

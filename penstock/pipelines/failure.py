@@ -22,7 +22,7 @@ MAX_NAMED = 3
 _NOTE = "while reading "
 _CODES = {getattr(errors, name).code for name in errors.__all__}
 _OURS = re.compile(
-    r"^(?:\w+(?: \w+)*: )?penstock[\w.]*\.(\w+): (.+?) \[([a-z]+(?:[.-][a-z]+)*)\]",
+    r"(?:^|: )penstock[\w.]*\.(\w+): (.+?) \[([a-z]+(?:[.-][a-z]+)*)\]",
     re.MULTILINE | re.DOTALL,
 )
 _THEIRS = re.compile(r"^((?:[A-Za-z_]\w*\.)*[A-Z]\w*): (.+)$", re.MULTILINE)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 
@@ -12,11 +14,56 @@ from penstock.core.schedule import parse_duration
 from penstock.model.codec import codecs
 from penstock.model.errors import InvalidInput
 from penstock.model.nearest import did_you_mean
-from penstock.model.topic import check_pattern
+from penstock.model.topic import check_topic
+from penstock.pipelines.plan import Topics
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import StructType
 
 T = TypeVar("T")
 # Spark's own, which reach every source and sink.
-SPARKS = {"path", "checkpointlocation", "queryname", "outputmode", "__partition_columns"}
+SPARKS = {
+    "path", "checkpointlocation", "queryname", "outputmode", "__partition_columns",
+    # Of a table that was made with CREATE TABLE ... USING penstock.
+    "provider", "owner", "location", "comment", "external", "collation", "is_managed_location",
+}  # fmt: skip
+# Options of Spark's Kafka source that mean the same here.
+KAFKAS = {
+    "subscribe": "topics",
+    "startingoffsets": "start",
+    "endingoffsets": "end",
+    "maxoffsetspertrigger": "maxeventspertrigger",
+    "minoffsetspertrigger": "mineventspertrigger",
+    "failondataloss": "onexpired",
+}
+# And those that have another answer.
+ANSWERS = {
+    "kafka.bootstrap.servers": "give `url`, penstock://host:port or the path of a folder",
+    "subscribepattern": "give `topics`, a pattern of words: `orders.*` is one word more, `orders.#` any number; "
+    "several with commas between them",
+    "assign": "give `topics`, and filter on the column `partition`",
+    "minpartitions": "give `eventsPerTask`; smaller tasks are more tasks",
+    "maxrecordsperpartition": "give `eventsPerTask`",
+    "groupidprefix": "leave it out: a query's place is in its checkpoint, and it has no group",
+    "includeheaders": "leave it out: the column `headers` is always there",
+    "startingtimestamp": "give `start` a time, 2026-11-16T08:00:00Z, or how long ago, 2h",
+    "endingtimestamp": "give `end` a time, 2026-11-16T08:00:00Z, or how long ago, 2h",
+    "startingoffsetsbytimestamp": 'give `start` a time for each partition, {"orders": {"0": "2026-11-16T08:00:00Z"}}',
+    "endingoffsetsbytimestamp": 'give `end` a time for each partition, {"orders": {"0": "2026-11-16T08:00:00Z"}}',
+    "startingoffsetsbytimestampstrategy": "leave it out: a time behind the last event means the end",
+}
+LATEST, EARLIEST = -1, -2
+"""What negative offsets mean, as in Kafka."""
+
+
+SOURCES = {
+    "url", "topics", "exclude", "start", "end", "columns", "schema", "lateafter", "maxeventspertrigger",
+    "maxbytespertrigger", "mineventspertrigger", "maxtriggerdelay", "eventspertask", "onexpired", "pushdown",
+    "token",
+}  # fmt: skip
+SINKS = {"url", "topic", "queryid", "batchid", "codec", "maxtransactionbytes", "plans", "token"}
+_TABLE = "penstock "
+"""Begins the comment of a column that keeps the options of a table."""
 
 
 class SourceOptions(msgspec.Struct, frozen=True):
@@ -24,10 +71,10 @@ class SourceOptions(msgspec.Struct, frozen=True):
 
     url: str
     """Where the events are: the path of a folder, or penstock://host:port."""
-    topics: str = "#"
-    """A topic or a pattern."""
+    topics: Topics = Topics(("#",))
+    """Topics and patterns, with commas between them, less those of the option `exclude`."""
     start: str = "earliest"
-    """earliest, latest, a time (`2026-11-16T08:00:00Z`, `2h`) or offsets as JSON."""
+    """earliest, latest, a time (`2026-11-16T08:00:00Z`, `2h`), or JSON of these and of offsets."""
     end: str = "latest"
     """The same, for batch reads."""
     columns: tuple[str, ...] = ()
@@ -38,6 +85,9 @@ class SourceOptions(msgspec.Struct, frozen=True):
     """Allowed lateness (`10m`); gives `late`."""
     max_events_per_trigger: int | None = None
     max_bytes_per_trigger: int | None = None
+    min_events_per_trigger: int | None = None
+    """With fewer, a batch waits, `max_trigger_delay_us` at the longest."""
+    max_trigger_delay_us: int = 15 * 60 * 1_000_000
     events_per_task: int = 500_000
     on_expired: Literal["fail", "skip"] = "fail"
     """What to do when retention took offsets that were to be read."""
@@ -57,6 +107,10 @@ class SinkOptions(msgspec.Struct, frozen=True):
     batch_id: str | None = None
     codec: str = "raw"
     """What payloads are: `json` lets consumers have values instead of bytes."""
+    max_transaction_bytes: int = 128 << 20
+    """A batch within this is one transaction; a larger one is several, by a plan that is recorded."""
+    plans: str = "spark.plans"
+    """The topic of such plans."""
     token: str | None = None
 
 
@@ -67,16 +121,11 @@ def source_options(options: Mapping[str, str]) -> SourceOptions:
     Traceback (most recent call last):
     penstock.model.errors.InvalidInput: the source has no option 'topic'. Did you mean 'topics'? ...
     """
-    given = _Given(options, "source", {
-        "url", "topics", "start", "end", "columns", "schema", "lateafter", "maxeventspertrigger",
-        "maxbytespertrigger", "eventspertask", "onexpired", "pushdown", "token",
-    })  # fmt: skip
-    topics = given.take("topics", str, "#")
-    check_pattern(topics)
+    given = _Given(options, "source", SOURCES, KAFKAS)
     columns = tuple(name.strip() for name in given.take("columns", str, "").split(","))
     return SourceOptions(
         url=given.url(),
-        topics=topics,
+        topics=Topics.of(given.take("topics", str, "#"), given.take("exclude", str, "")),
         start=given.take("start", str, "earliest"),
         end=given.take("end", str, "latest"),
         columns=tuple(filter(None, columns)),
@@ -84,8 +133,10 @@ def source_options(options: Mapping[str, str]) -> SourceOptions:
         late_after_us=given.take("lateafter", parse_duration, None),
         max_events_per_trigger=given.take("maxeventspertrigger", _positive, None),
         max_bytes_per_trigger=given.take("maxbytespertrigger", _positive, None),
+        min_events_per_trigger=given.take("mineventspertrigger", _positive, None),
+        max_trigger_delay_us=given.take("maxtriggerdelay", parse_duration, 15 * 60 * 1_000_000),
         events_per_task=given.take("eventspertask", _positive, 500_000),
-        on_expired=given.take("onexpired", _one_of("fail", "skip"), "fail"),
+        on_expired=given.take("onexpired", _on_expired, "fail"),
         pushdown=given.take("pushdown", _truth, None),
         token=given.take("token", str, None),
     )
@@ -93,25 +144,75 @@ def source_options(options: Mapping[str, str]) -> SourceOptions:
 
 def sink_options(options: Mapping[str, str]) -> SinkOptions:
     """Read a sink's options."""
-    given = _Given(options, "sink", {"url", "topic", "queryid", "batchid", "codec", "token"})
+    given = _Given(options, "sink", SINKS)
     return SinkOptions(
         url=given.url(),
         topic=given.take("topic", str, None),
         query_id=given.take("queryid", str, None),
         batch_id=given.take("batchid", str, None),
         codec=given.take("codec", _codec, "raw"),
+        max_transaction_bytes=given.take("maxtransactionbytes", _positive, 128 << 20),
+        plans=given.take("plans", check_topic, "spark.plans"),
         token=given.take("token", str, None),
     )
+
+
+def table_comment(options: Mapping[str, str]) -> str | None:
+    """A comment that keeps the options of a table that is being made; None where none is.
+
+    Spark tells a Python source the options of CREATE TABLE once, and never again. The columns it
+    keeps, with their comments. A token is no part of what DESCRIBE shows.
+    """
+    low = {name.lower(): text for name, text in options.items()}
+    if "provider" not in low:
+        return None
+    known = SOURCES | SINKS | KAFKAS.keys() | {"path"}
+    kept = {name: text for name, text in low.items() if name in known - {"token"}}
+    return _TABLE + json.dumps(kept, sort_keys=True)
+
+
+def with_tables(options: Mapping[str, str], schema: StructType, known: set[str]) -> dict[str, str]:
+    """Options, and beside them those that a table keeps in a comment of its columns."""
+    for column in schema:
+        comment = column.metadata.get("comment", "")
+        if comment.startswith(_TABLE):
+            kept = json.loads(comment.removeprefix(_TABLE))
+            wanted = known | KAFKAS.keys() | {"path"}
+            said = {name.lower() for name in options}
+            more = {name: text for name, text in kept.items() if name in wanted - said}
+            return {**more, **options}
+    return dict(options)
 
 
 class _Given:
     """Options by lower-case name: Spark does not tell `topics` from `TOPICS`."""
 
-    def __init__(self, options: Mapping[str, str], what: str, known: set[str]) -> None:
-        self._values = {name.lower(): text for name, text in options.items()}
-        for name in options:
-            if name.lower() in known | SPARKS:
+    def __init__(
+        self,
+        options: Mapping[str, str],
+        what: str,
+        known: set[str],
+        same: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self._values: dict[str, str] = {}
+        for given, text in options.items():
+            # A table keeps what it was made with under names of its own, beside the plain ones.
+            name = given.removeprefix("option.")
+            low = same.get(name.lower(), name.lower())
+            if self._values.setdefault(low, text) != text:
+                raise InvalidInput(
+                    f"the {what} is given two values for {low!r}, {self._values[low]!r} and {text!r}: one "
+                    f"as {name!r}. Leave one of them out",
+                    option=name,
+                )
+            if low in known | SPARKS:
                 continue
+            if low in ANSWERS or low.startswith("kafka."):
+                answer = ANSWERS.get(low, "leave it out: there is no Kafka client below")
+                raise InvalidInput(
+                    f"{name!r} is an option of Kafka's {what}, and this is Penstock's: {answer}",
+                    option=name,
+                )
             raise InvalidInput(
                 f"the {what} has no option {name!r}. {did_you_mean(name.lower(), known)}It has "
                 f"{', '.join(sorted(known))}",
@@ -123,7 +224,8 @@ class _Given:
         if not url:
             raise InvalidInput(
                 "where is the bus? Give the option `url`: the path of a folder, or "
-                "penstock://host:port"
+                "penstock://host:port. Of a table that was made with columns of its own, Spark does not tell "
+                "the options: leave the columns out of CREATE TABLE, or read it WITH (url = '...')"
             )
         return url.removeprefix("file:") if url.startswith("file:") else url
 
@@ -146,6 +248,12 @@ def _positive(text: str) -> int:
     return number
 
 
+def _on_expired(text: str) -> str:
+    """Kafka's `failOnDataLoss` is true or false."""
+    chosen = _one_of("fail", "skip", "true", "false")(text)
+    return {"true": "fail", "false": "skip"}.get(chosen, chosen)
+
+
 def _codec(name: str) -> str:
     codecs.get(name)
     return name
@@ -164,21 +272,40 @@ def _one_of(*allowed: str) -> Callable[[str], str]:
     return read
 
 
-def offsets_of(text: str) -> dict[tuple[str, int], int] | None:
-    """Offsets given as JSON, `{"orders": {"0": 15}}`; None when the text is something else.
+def offsets_of(text: str) -> dict[tuple[str, int], int | str] | None:
+    """Where partitions begin, as JSON: an offset, or a text as for all; None for another text.
 
-    >>> offsets_of('{"orders": {"0": 15}}'), offsets_of("earliest")
-    ({('orders', 0): 15}, None)
+    Of negative offsets -1 is the latest and -2 the earliest, as in Kafka.
+
+    >>> offsets_of('{"orders": {"0": 15, "1": "2h", "2": -1}}')
+    {('orders', 0): 15, ('orders', 1): '2h', ('orders', 2): 'latest'}
+    >>> offsets_of("earliest")
     """
     if not text.lstrip().startswith("{"):
         return None
     try:
         return {
-            (topic, int(partition)): int(offset)
+            (topic, int(partition)): _offset(value)
             for topic, partitions in json.loads(text).items()
-            for partition, offset in partitions.items()
+            for partition, value in partitions.items()
         }
     except (ValueError, AttributeError, TypeError) as error:
         raise InvalidInput(
-            f'offsets are JSON of topic, partition and offset, {{"orders": {{"0": 15}}}}: {error}'
+            "offsets are JSON of topic, partition and offset or time, "
+            f'{{"orders": {{"0": 15, "1": "2026-11-16T08:00:00Z"}}}}: {error}'
         ) from None
+
+
+def _offset(value: Any) -> int | str:
+    if isinstance(value, str):
+        if re.fullmatch(r"\s*-?\d+\s*", value):
+            raise ValueError(f"{value!r} is a text; write an offset as a number")
+        return value
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{value!r} is neither an offset nor a time")
+    named = {LATEST: "latest", EARLIEST: "earliest"}.get(value)
+    if named is None and value < 0:
+        raise ValueError(
+            f"{value} is no offset: of negative ones -1 is the latest and -2 the earliest"
+        )
+    return value if named is None else named

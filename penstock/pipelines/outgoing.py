@@ -3,26 +3,99 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
+import msgspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from penstock.model.arrow import TIME
-from penstock.model.errors import Deferred, InvalidInput, Throttled
-from penstock.pipelines.connection import Connection
+from penstock.model.errors import (
+    AccessDenied,
+    ConnectionLost,
+    Deferred,
+    EncodeFailed,
+    InvalidInput,
+    Throttled,
+    UnknownTopic,
+)
+from penstock.pipelines.connection import Connection, is_broker
+from penstock.pipelines.failpoint import failpoint
+from penstock.pipelines.parts import ROW_BYTES, Plan, Rows
 
 ENVELOPE = ("key", "headers", "event_time", "codec")
+JSON = "json"
+MAX_SHOWN_BYTES = 80
+TAKEN = (*ENVELOPE, "partition")
+Wanted = tuple[str, str, int | None, pa.Table]
 BATCH_EVENTS = 100_000
 # How long rows wait for a bus that has too much to do, or for the rate of their tenant; after that the
 # query fails, and goes on from its checkpoint when it is started again.
 BUSY_S = 60.0
 
 
+def checked(rows: Iterable[pa.RecordBatch], codec: str) -> Iterator[pa.RecordBatch]:
+    """The rows of a task, none of which the bus or its consumers will stumble over."""
+    failpoint("sink.task-begun")
+    for each in rows:
+        missing = each.column("payload").null_count
+        if missing:
+            raise InvalidInput(
+                f"{missing} rows have a null payload; nothing of this batch was published. "
+                "Filter them out, or coalesce them to an empty text"
+            )
+        _check_json(each, codec)
+        yield each
+
+
+def _check_json(rows: pa.RecordBatch, codec: str) -> None:
+    """Refuse a payload that is said to be JSON and is not, with the row it is in."""
+    if "codec" in rows.schema.names:
+        kinds = pc.fill_null(rows.column("codec"), codec)
+        said = np.flatnonzero(pc.equal(kinds, JSON).to_numpy(zero_copy_only=False))
+    else:
+        said = np.arange(rows.num_rows if codec == JSON else 0)
+    if not len(said):
+        return
+    decode = msgspec.json.decode
+    payloads = rows.column("payload").take(pa.array(said)).cast(pa.binary()).to_pylist()
+    for at, payload in zip(said.tolist(), payloads, strict=True):
+        try:
+            decode(payload)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            row = {
+                name: rows.column(name)[at].as_py()
+                for name in ("topic", "key")
+                if name in rows.schema.names
+            }
+            raise EncodeFailed(
+                f"the payload {payload[:MAX_SHOWN_BYTES]!r} of the row with {row} "
+                f"is not JSON, and its codec is 'json': {error}. Nothing of this batch was "
+                "published. Make payloads with to_json(), or set the codec to raw"
+            ) from None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What is published as one."""
+
+    name: str
+    """The same in every attempt, and in no other batch."""
+    topic: str | None
+    codec: str
+    limit_bytes: int
+    """More than this is published in parts."""
+    plans: str
+    """The topic where the plan of such a batch is recorded."""
+
+
 def check_columns(names: list[str], topic: str | None) -> None:
     """Refuse rows that cannot become events, before the first of them is made."""
-    unknown = sorted(set(names) - {"topic", "payload", *ENVELOPE})
+    unknown = sorted(set(names) - {"topic", "payload", *TAKEN})
     if "payload" not in names:
         raise InvalidInput(
             "rows need a `payload` column of bytes or text; make one with "
@@ -31,25 +104,28 @@ def check_columns(names: list[str], topic: str | None) -> None:
     if unknown:
         raise InvalidInput(
             f"the sink does not know the column {unknown[0]!r}: it takes payload, topic, "
-            f"{', '.join(ENVELOPE)}. Put the rest into the payload with to_json(struct(...))"
+            f"{', '.join(TAKEN)}. Put the rest into the payload with to_json(struct(...))"
         )
     if topic is None and "topic" not in names:
         raise InvalidInput("rows need a `topic` column, or the sink the option `topic`")
 
 
-def batches(
-    rows: pa.RecordBatch, topic: str | None, codec: str
-) -> Iterator[tuple[str, str, pa.Table]]:
-    """The rows of each topic and codec as columns that `publish_many` takes.
+def drafts(
+    rows: Iterable[pa.RecordBatch], topic: str | None, codec: str
+) -> Iterator[tuple[str, str, int | None, pa.Table]]:
+    """The rows of each topic, codec and partition as columns that `publish_many` takes.
 
     >>> rows = pa.record_batch({"topic": ["a", "b", "a"], "payload": [b"1", b"2", b"3"]})
-    >>> [(name, codec, part.num_rows) for name, codec, part in batches(rows, None, "raw")]
+    >>> [(name, codec, part.num_rows) for name, codec, _, part in drafts([rows], None, "raw")]
     [('a', 'raw', 2), ('b', 'raw', 1)]
     """
-    table = pa.Table.from_batches([rows])
+    table = pa.Table.from_batches(list(rows))
     for name, of_topic in _split(table, "topic", topic):
-        for kind, part in _split(of_topic, "codec", codec):
-            yield name, kind, _as_events(part)
+        for kind, of_codec in _split(of_topic, "codec", codec):
+            for partition, part in _of_partitions(of_codec):
+                events = _as_events(part)
+                for start in range(0, events.num_rows, BATCH_EVENTS):
+                    yield name, kind, partition, events.slice(start, BATCH_EVENTS)
 
 
 def _split(table: pa.Table, column: str, default: str | None) -> Iterator[tuple[str, pa.Table]]:
@@ -70,6 +146,18 @@ def _split(table: pa.Table, column: str, default: str | None) -> Iterator[tuple[
         yield value, rest.filter(pc.equal(values, value))
 
 
+def _of_partitions(table: pa.Table) -> Iterator[tuple[int | None, pa.Table]]:
+    """The rows that name a partition, by it, and those whose key shall choose it."""
+    if "partition" not in table.column_names:
+        yield None, table
+        return
+    values = table.column("partition")
+    rest = table.drop_columns(["partition"])
+    for value in pc.unique(values).to_pylist():
+        chosen = pc.is_null(values) if value is None else pc.equal(values, value)
+        yield value, rest.filter(chosen)
+
+
 def _as_events(table: pa.Table) -> pa.Table:
     if "event_time" in table.column_names:
         at = table.column_names.index("event_time")
@@ -77,44 +165,88 @@ def _as_events(table: pa.Table) -> pa.Table:
         if times.null_count == len(times):
             return table.remove_column(at)
         table = table.set_column(at, "event_time", times)
-    payload = table.column("payload")
-    if payload.null_count:
-        raise InvalidInput(
-            f"{payload.null_count} rows have a null payload; nothing of this batch was published. "
-            "Filter them out, or coalesce them to an empty text"
-        )
     return table
 
 
 class Outlet(Connection):
-    """A bus to publish rows to."""
+    """A bus to publish batches to, each once."""
 
-    def publish(
-        self, rows: Iterable[pa.RecordBatch], topic: str | None, key: str, codec: str = "raw"
-    ) -> bool:
-        """All rows or none, once for the key; False when they had been published before."""
-        return self.wait(self._publish(rows, topic, key, codec))
+    def __init__(self, url: str, token: str | None) -> None:
+        # A large transaction takes its time on a busy disk; without a broker there is no deadline.
+        more = {"client__deadline_s": BUSY_S} if is_broker(url) else {}
+        super().__init__(url, token, **more)
 
-    async def _publish(
-        self, rows: Iterable[pa.RecordBatch], topic: str | None, key: str, codec: str
-    ) -> bool:
-        wanted = [
-            (name, kind, table.slice(start, BATCH_EVENTS))
-            for batch in rows
-            for name, kind, table in batches(batch, topic, codec)
-            for start in range(0, table.num_rows, BATCH_EVENTS)
-        ]
+    def publish(self, rows: Callable[[], Iterator[pa.RecordBatch]], batch: Batch) -> bool:
+        """All rows, once for the name of the batch; False when they had been published before.
+
+        `rows` gives them anew each time it is called: a large batch is walked several times.
+        """
+        return self.wait(self._publish(rows, batch))
+
+    async def _publish(self, rows: Callable[[], Iterator[pa.RecordBatch]], batch: Batch) -> bool:
+        if sum(each.nbytes + each.num_rows * ROW_BYTES for each in rows()) <= batch.limit_bytes:
+            if await self._transact(batch.name, drafts(rows(), batch.topic, batch.codec)):
+                return True
+            try:
+                plan = await self._recorded(batch)
+            except AccessDenied:  # who may not read plans has not recorded one either
+                plan = None
+            if plan is None or plan.done:
+                return False
+            known = Rows(rows(), batch.topic, batch.codec)
+        else:
+            plan = await self._recorded(batch)
+            if plan is not None and plan.done:
+                return False
+            known = Rows(rows(), batch.topic, batch.codec)
+            if plan is None:
+                plan = known.plan(batch.name, batch.limit_bytes)
+                if not await self._transact(batch.name, [_record(plan, batch)]):
+                    plan = await self._recorded(batch)
+                    if plan is None:  # it was published whole, with a higher limit
+                        return False
+        plan.check(known)
+        failpoint("sink.planned")
+        for number, (first, stop) in enumerate(plan.parts, 1):
+            part = list(known.part(rows(), first, stop))
+            wanted = list(drafts(part, batch.topic, batch.codec)) if part else []
+            if number == len(plan.parts):
+                wanted.append(_record(msgspec.structs.replace(plan, done=True), batch))
+            await self._transact(f"{batch.name}/part/{number}", wanted)
+            failpoint("sink.part-published")
+        return True
+
+    async def _recorded(self, batch: Batch) -> Plan | None:
+        """The plan of an earlier attempt; None when the batch was not cut."""
+        found: Plan | None = None
+        with contextlib.suppress(UnknownTopic):  # no batch was ever cut
+            async for event in self.bus.replay(batch.plans):
+                if event.key == batch.name.encode():
+                    found = msgspec.json.decode(event.payload, type=Plan)
+        return found
+
+    async def _transact(self, key: str, wanted: Iterable[Wanted]) -> bool:
+        """Publish these together, once for the key; False when that had happened before."""
+        ready = list(wanted)
         give_up_at = time.monotonic() + BUSY_S
         while True:
             try:
                 async with self.bus.transaction(idempotency_key=key) as transaction:
-                    for name, kind, part in wanted:
-                        transaction.publish_many(name, part, codec=kind)
+                    for name, kind, partition, part in ready:
+                        transaction.publish_many(name, part, codec=kind, partition=partition)
                 return not transaction.repeated
             except (Deferred, Throttled) as busy:
                 if time.monotonic() + busy.retry_after_s > give_up_at:
                     raise
                 await asyncio.sleep(busy.retry_after_s)
+            except ConnectionLost:  # whether it happened is found out by its key
+                if time.monotonic() > give_up_at:
+                    raise
+
+
+def _record(plan: Plan, batch: Batch) -> Wanted:
+    columns = {"payload": [msgspec.json.encode(plan)], "key": [batch.name.encode()]}
+    return batch.plans, "json", None, pa.table(columns)
 
 
 _open: dict[tuple[str, str | None], Outlet] = {}

@@ -8,6 +8,7 @@ nothing.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -25,6 +26,9 @@ from penstock.pipelines.arrow_payload import alike, read_alike
 MAX_REASON_CHARS = 200
 ARROW, JSON, RAW = "arrow", "json", "raw"
 UNDECODED = "codec {} is not decoded; publish as JSON or Arrow, or read without a schema and decode `payload`"
+_MEMBERS, _ELEMENTS = (
+    msgspec.json.Decoder(kind) for kind in (dict[str, msgspec.Raw], list[msgspec.Raw])
+)
 FEW = 8  # are looked at one by one
 _OBJECT = r"(?s)^\s*\{.*\}\s*$"
 
@@ -40,9 +44,8 @@ class Decoder:
 
     def __init__(self, fields: pa.StructType) -> None:
         self.fields = fields
-        self._schema = pa.schema(list(fields))
         self._parse = pj.ParseOptions(
-            explicit_schema=self._schema, unexpected_field_behavior="ignore"
+            explicit_schema=pa.schema(list(_as_parsed(fields))), unexpected_field_behavior="ignore"
         )
         self._suspicious = msgspec.json.Decoder(dict[str, Any])
         self._alone = {ARROW: self._arrow_alone, JSON: self._json_alone, RAW: self._json_alone}
@@ -75,8 +78,11 @@ class Decoder:
         if whole is not None:
             yield places, whole
             return
-        good = np.array([self._looks_good(each.as_py()) for each in texts])
-        yield from _halved(payloads, places[good], self._lines)
+        lines = [self._line(each.as_py()) for each in texts]
+        good = np.flatnonzero([each is not None for each in lines])
+        mended = pa.array(lines, pa.binary())
+        for some, values in _halved(mended, good, self._lines):
+            yield places[some], values
 
     def _one_by_one(
         self, payloads: pa.Array, clean: list[tuple[Any, pa.Array]], codec: Sequence[str]
@@ -108,23 +114,29 @@ class Decoder:
             return None, "the payload is empty"
         try:
             found = self._suspicious.decode(payload)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             return None, f"not a JSON object: {error}"[:MAX_REASON_CHARS]
+        if _has_number_as_text(found, self.fields):
+            found = self._suspicious.decode(_with_texts(payload, self.fields))
         # One line, whatever the white space in it was.
         try:
-            table = self._table(msgspec.json.encode(found))
+            return _struct(self._table(msgspec.json.encode(found)), self.fields), None
         except pa.ArrowException as error:
             return None, f"does not fit the schema: {error}"[:MAX_REASON_CHARS]
-        return _struct(table, self.fields), None
 
-    def _looks_good(self, payload: bytes) -> bool:
+    def _line(self, payload: bytes) -> bytes | None:
+        """The payload as the parser takes it, numbers as texts where texts are wanted; None is hopeless."""
         if not payload or b"\n" in payload:
-            return False
+            return None
         try:
             found = self._suspicious.decode(payload)
-        except msgspec.MsgspecError:
-            return False
-        return all(_plausible(found.get(each.name), each.type) for each in self.fields)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return None
+        if not _plausible(found, self.fields):
+            return None
+        if not _has_number_as_text(found, self.fields):
+            return payload
+        return _with_texts(payload, self.fields)
 
     def _lines(self, payloads: pa.Array) -> pa.Array | None:
         """All payloads at once; None when one of them does not fit or is not one object.
@@ -141,9 +153,9 @@ class Decoder:
                 pa.ListArray.from_arrays([0, len(payloads)], payloads.cast(pa.binary())), b"\n"
             )[0].as_buffer()
             table = self._table(joined)
+            return _struct(table, self.fields) if table.num_rows == len(payloads) else None
         except pa.ArrowException:
             return None
-        return _struct(table, self.fields) if table.num_rows == len(payloads) else None
 
     def _table(self, lines: Any) -> pa.Table:
         size = max(len(lines) + 1, 1 << 16)
@@ -204,8 +216,89 @@ def _halved(
 
 def _struct(table: pa.Table, fields: pa.StructType) -> pa.Array:
     # The parser adds nothing that was not asked for, and gives the columns in its own order.
-    columns = [_one(table.column(each.name)).cast(each.type) for each in fields]
+    columns = [_converted(_one(table.column(each.name)), each.type) for each in fields]
     return pa.StructArray.from_arrays(columns, fields=list(fields))
+
+
+def _from_text(kind: pa.DataType) -> bool:
+    """Whether JSON has a text for it that Arrow's parser does not take."""
+    return bool(pa.types.is_binary(kind) or pa.types.is_date(kind))
+
+
+def _as_parsed(kind: pa.DataType) -> pa.DataType:
+    """A type as the parser reads it.
+
+    >>> _as_parsed(pa.list_(pa.binary()))
+    ListType(list<item: string>)
+    """
+    if pa.types.is_struct(kind):
+        return pa.struct([each.with_type(_as_parsed(each.type)) for each in kind])
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_as_parsed(kind.value_type)))
+    return pa.string() if _from_text(kind) else kind
+
+
+def _converted(column: pa.Array, kind: pa.DataType) -> pa.Array:
+    """What was parsed as the type that was wanted; ArrowInvalid when a text does not say it."""
+    if _as_parsed(kind) == kind:
+        return column.cast(kind)
+    if pa.types.is_struct(kind):
+        columns = [
+            _converted(each, of.type) for each, of in zip(column.flatten(), kind, strict=True)
+        ]
+        return pa.StructArray.from_arrays(columns, fields=list(kind), mask=column.is_null())
+    if pa.types.is_list(kind):
+        offsets = pa.array(column.offsets.to_numpy() - column.offsets[0].as_py(), pa.int32())
+        values = _converted(column.flatten(), kind.value_type)
+        return pa.ListArray.from_arrays(offsets, values, kind, mask=column.is_null())
+    if not pa.types.is_binary(kind):
+        return column.cast(kind)
+    return pa.array(
+        [None if each is None else _of_base64(each) for each in column.to_pylist()], kind
+    )
+
+
+def _of_base64(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise pa.ArrowInvalid(f"{text[:40]!r} is no base64: {error}") from None
+
+
+def _has_number_as_text(value: Any, kind: pa.DataType) -> bool:
+    """Whether a number or a truth stands where the schema has a text."""
+    if pa.types.is_string(kind):
+        return isinstance(value, int | float)
+    if pa.types.is_struct(kind) and isinstance(value, dict):
+        return any(_has_number_as_text(value.get(each.name), each.type) for each in kind)
+    if pa.types.is_list(kind) and isinstance(value, list):
+        return any(_has_number_as_text(each, kind.value_type) for each in value)
+    return False
+
+
+def _with_texts(raw: bytes, kind: pa.DataType | None) -> bytes:
+    """The same JSON with such numbers in quotes, digit by digit as they were written.
+
+    >>> _with_texts(b'{"n": 1.10, "m": 2}', pa.struct([("n", pa.string())]))
+    b'{"n":"1.10","m":2}'
+    """
+    raw = bytes(raw).strip()
+    if kind is None or raw == b"null":
+        return raw
+    if pa.types.is_string(kind):
+        return raw if raw[:1] in (b'"', b"{", b"[") else b'"' + raw + b'"'
+    if pa.types.is_struct(kind) and raw[:1] == b"{":
+        kinds = {each.name: each.type for each in kind}
+        items = _MEMBERS.decode(raw).items()
+        written = (
+            msgspec.json.encode(name) + b":" + _with_texts(each, kinds.get(name))
+            for name, each in items
+        )
+        return b"{" + b",".join(written) + b"}"
+    if pa.types.is_list(kind) and raw[:1] == b"[":
+        values = _ELEMENTS.decode(raw)
+        return b"[" + b",".join(_with_texts(each, kind.value_type) for each in values) + b"]"
+    return raw
 
 
 def _one(column: pa.ChunkedArray) -> pa.Array:
@@ -229,4 +322,6 @@ def _plausible(value: Any, kind: pa.DataType) -> bool:
         )
     if pa.types.is_list(kind):
         return isinstance(value, list) and all(_plausible(each, kind.value_type) for each in value)
+    if pa.types.is_string(kind):
+        return isinstance(value, str | int | float)
     return isinstance(value, str)

@@ -23,13 +23,15 @@ class Input:
     """What one argument of a pipeline's function reads."""
 
     topics: str
-    """A topic pattern, `evidence.#`."""
+    """A topic pattern, `evidence.#`, or several with commas between them."""
     schema: str | None = None
     """Types of the payload as DDL, `host STRING, score DOUBLE`: gives the columns `value` and `fault`."""
     late_after: str | None = None
     """Allowed lateness, `10m`: gives the column `late`."""
     columns: str | None = None
     """The columns that are used, `event_time,value`: no others are read."""
+    exclude: str = ""
+    """Patterns of topics that are left out, with commas between them."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ def pipeline(
     schema: str | None = None,
     late_after: str | None = None,
     columns: str | None = None,
+    exclude: str = "",
     params: type[msgspec.Struct] | None = None,
     mode: Mode = "stream",
     output_mode: Literal["append", "update", "complete"] = "append",
@@ -110,7 +113,9 @@ def pipeline(
         alone = isinstance(reads, str)
         given: Mapping[str, Any] = dict.fromkeys(arguments[:1], reads) if alone else reads or {}  # type: ignore[assignment]
         inputs = {
-            argument: each if isinstance(each, Input) else Input(each, schema, late_after, columns)
+            argument: each
+            if isinstance(each, Input)
+            else Input(each, schema, late_after, columns, exclude)
             for argument, each in given.items()
         }
         unknown = sorted(set(inputs) - set(arguments))

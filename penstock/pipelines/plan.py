@@ -6,18 +6,54 @@ puts every event into the task it was in before.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
 from penstock.model.errors import InvalidInput
-from penstock.model.topic import matches
+from penstock.model.topic import check_pattern, matches
 
 Lane = tuple[str, int]
 Offsets = dict[Lane, int]
 Bounds = dict[Lane, tuple[int, int]]
 FORMAT = 1
+
+
+class Topics(msgspec.Struct, frozen=True):
+    """What a query reads: topics and patterns, less what is left out."""
+
+    patterns: tuple[str, ...]
+    exclude: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, text: str, exclude: str = "") -> Topics:
+        """From names and patterns with commas between them.
+
+        >>> str(Topics.of("orders.#,refunds"))
+        'orders.#, refunds'
+        """
+        return cls(
+            *(tuple(check_pattern(each) for each in _words(all_)) for all_ in (text, exclude))
+        )
+
+    def __str__(self) -> str:
+        return ", ".join(self.patterns)
+
+    def has(self, topic: str) -> bool:
+        """Whether a topic is among them."""
+        return any(matches(each, topic) for each in self.patterns) and not any(
+            matches(each, topic) for each in self.exclude
+        )
+
+    def bounds(self, of: Callable[[str], Bounds]) -> Bounds:
+        """Where their partitions begin and end, from who knows it of one pattern."""
+        found = {lane: ends for each in self.patterns for lane, ends in of(each).items()}
+        return {lane: found[lane] for lane in sorted(found) if self.has(lane[0])}
+
+
+def _words(text: str) -> list[str]:
+    return [each.strip() for each in text.split(",") if each.strip()]
 
 
 class Split(msgspec.Struct, frozen=True):
@@ -40,7 +76,7 @@ class Place(msgspec.Struct, frozen=True):
     began: Offsets = {}
     """Where the partitions that this batch is the first to read begin."""
     reads: str = ""
-    """The topics that its query reads, a pattern; empty in places that say nothing of it."""
+    """The topics that its query reads, patterns with commas between them; empty in places that say nothing of it."""
     skipped: int = 0
     """Events so far that retention took before the query came to them."""
     bus: str = ""
@@ -80,11 +116,16 @@ class Place(msgspec.Struct, frozen=True):
 
         >>> Place({("orders", 0): 7}).check_reads("orders")
         """
-        others = [topic for topic, _ in sorted(self.offsets) if not matches(pattern, topic)]
-        read = self.reads or (others and others[0])
+        read = _words(pattern)
+        others = [
+            topic
+            for topic, _ in sorted(self.offsets)
+            if not any(matches(each, topic) for each in read)
+        ]
+        before = self.reads or (others and others[0])
         if others or self.reads not in ("", pattern):
             raise InvalidInput(
-                f"the checkpoint is of a query that reads {read!r}, and this one reads {pattern!r}: "
+                f"the checkpoint is of a query that reads {before!r}, and this one reads {pattern!r}: "
                 "it belongs to another query. It was left as it is, and nothing was read. Give this "
                 "query a checkpoint of its own"
             )
@@ -142,6 +183,17 @@ def ahead(start: Offsets, bounds: Bounds, max_events: int | None) -> Place:
             share = min(waiting, max(1, waiting * max_events // total)) if waiting else 0
         reached[lane] += share
     return Place(reached, began=began)
+
+
+def behind(offsets: Offsets, bounds: Bounds) -> int:
+    """Events in the log that lie after a place.
+
+    >>> behind({("orders", 0): 7}, {("orders", 0): (0, 9), ("new", 0): (2, 5)})
+    5
+    """
+    return sum(
+        max(0, end - max(first, offsets.get(lane, first))) for lane, (first, end) in bounds.items()
+    )
 
 
 def expired(start: Offsets, stop: Offsets, bounds: Bounds) -> list[Split]:

@@ -144,6 +144,8 @@ def _read(
         options["schema"] = source.schema
     if source.columns is not None:
         options["columns"] = source.columns
+    if source.exclude:
+        options["exclude"] = source.exclude
     if source.late_after is not None and streaming:
         options["lateAfter"] = source.late_after
     if route.token is not None:

@@ -1,17 +1,14 @@
-"""`write.format("penstock")` and `writeStream`: rows onto the bus, exactly once (row S2).
+"""`write.format("penstock")` and `writeStream`: rows onto the bus, exactly once.
 
-A broker takes each task's rows as one transaction whose key is query, batch and task. A folder has
-one writer at a time, so tasks leave their rows in files there and the driver publishes them all as
-one transaction whose key is query and batch. Either way a repetition is known and does nothing.
+Tasks stage their rows and publish nothing. When all tasks are done, the driver publishes the batch as
+one transaction whose key is query and batch. So a failed attempt leaves nothing, and a repetition of a
+batch that is published is known and does nothing, whatever its tasks were.
 """
 
 from __future__ import annotations
 
-import contextlib
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import pyarrow as pa
 from pyspark import TaskContext
@@ -22,23 +19,15 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from penstock.log.recovery import STAGING
-from penstock.model.errors import InvalidInput
+from penstock.model.errors import InvalidInput, PayloadTooLarge
 from penstock.pipelines.connection import is_broker
 from penstock.pipelines.failpoint import failpoint
 from penstock.pipelines.options import SinkOptions, sink_options
-from penstock.pipelines.outgoing import Outlet, check_columns, outlet_at
+from penstock.pipelines.outgoing import Batch, Outlet, check_columns, checked, outlet_at
+from penstock.pipelines.plain_errors import plain_errors
+from penstock.pipelines.staging import Staged, Staging, rows_of
 
 QUERY_ID, BATCH_ID = "sql.streaming.queryId", "streaming.sql.batchId"
-
-
-@dataclass
-class Written(WriterCommitMessage):
-    """What a task did: rows published, or left in a file for the driver."""
-
-    name: str
-    rows: int
-    path: str | None
 
 
 class Delivery:
@@ -47,63 +36,51 @@ class Delivery:
     def __init__(self, options: SinkOptions, schema: StructType) -> None:
         check_columns(schema.names, options.topic)
         self.options = options
-        self.direct = is_broker(options.url)
+        self.staging = Staging.of(options.url)
 
-    def put(self, name: str, task: int, rows: Iterator[pa.RecordBatch]) -> Written:
-        """A task's rows, of the batch of this name."""
-        some = [each for each in rows if each.num_rows]
-        count = sum(each.num_rows for each in some)
-        if not some:
-            return Written(name, 0, None)
-        failpoint("sink.task-begun")
-        path = None
-        if self.direct:
-            outlet = outlet_at(self.options.url, self.options.token)
-            outlet.publish(some, self.options.topic, f"{name}/{task}", self.options.codec)
-        else:
-            path = self._stage(some)
+    def put(self, name: str, rows: Iterator[pa.RecordBatch]) -> Staged:
+        """Stage a task's rows, of the batch of this name."""
+        staged = self.staging.put(name, checked(rows, self.options.codec))
         failpoint("sink.task-done")
-        return Written(name, count, path)
-
-    def _stage(self, rows: Sequence[pa.RecordBatch]) -> str:
-        folder = Path(self.options.url) / STAGING
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{uuid.uuid4()}.arrow"
-        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, rows[0].schema) as writer:
-            for each in rows:
-                writer.write_batch(each)
-        return str(path)
+        return staged
 
     def finish(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        """All tasks are done: publish what they left."""
-        done = [each for each in messages if isinstance(each, Written)]
-        left = [each for each in done if each.path is not None]
+        """All tasks are done: publish what they staged."""
+        staged = [each for each in messages if isinstance(each, Staged)]
+        if not staged:
+            return
         failpoint("sink.before-commit")
-        if left:
-            outlet = Outlet(self.options.url, self.options.token)
-            try:
-                outlet.publish(_staged(left), self.options.topic, left[0].name, self.options.codec)
-            finally:
-                outlet.close()
+        if any(each.rows for each in staged):
+            self._publish(staged)
         failpoint("sink.after-commit")
         self.forget(messages)
 
+    def _publish(self, staged: Sequence[Staged]) -> None:
+        chosen = self.options
+        batch = Batch(
+            staged[0].name, chosen.topic, chosen.codec, chosen.max_transaction_bytes, chosen.plans
+        )
+        direct = is_broker(chosen.url)
+        outlet = (outlet_at if direct else Outlet)(chosen.url, chosen.token)
+        try:
+            outlet.publish(lambda: rows_of(staged), batch)
+        except PayloadTooLarge as error:
+            raise PayloadTooLarge(
+                f"{error.message}. Give the sink a smaller `maxTransactionBytes` (now "
+                f"{chosen.max_transaction_bytes}), or raise the limit",
+                **error.data,
+            ) from error
+        finally:
+            if not direct:
+                outlet.close()
+
     def forget(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        """Remove the files of tasks."""
-        for each in messages:
-            if isinstance(each, Written) and each.path is not None:
-                with contextlib.suppress(FileNotFoundError):
-                    Path(each.path).unlink()
+        """Remove what tasks staged."""
+        for name in {each.name for each in messages if isinstance(each, Staged)}:
+            self.staging.forget(name)
 
 
-def _staged(left: Sequence[Written]) -> Iterator[pa.RecordBatch]:
-    for each in left:
-        with pa.memory_map(each.path) as file:
-            reader = pa.ipc.open_file(file)
-            for index in range(reader.num_record_batches):
-                yield reader.get_batch(index)
-
-
+@plain_errors
 class BatchWriter(DataSourceArrowWriter):
     """Writes a DataFrame once; named by `queryId` and `batchId`, or by itself."""
 
@@ -115,13 +92,15 @@ class BatchWriter(DataSourceArrowWriter):
             raise InvalidInput("give `queryId` and `batchId` together, or neither")
         self._delivery = Delivery(chosen, schema)
         if chosen.query_id is not None:
-            self._name = f"{chosen.query_id}/{chosen.batch_id}"
+            # Several writes of one batch, as foreachBatch allows them, are told apart by their topics.
+            named = "" if chosen.topic is None else f"/{chosen.topic}"
+            self._name = f"{chosen.query_id}/{chosen.batch_id}{named}"
         else:
             self._name = f"batch/{uuid.uuid4()}"
 
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> Written:
-        """A task's rows."""
-        return self._delivery.put(self._name, _task().partitionId(), iterator)
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> Staged:
+        """Stage a task's rows."""
+        return self._delivery.put(self._name, iterator)
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         """All tasks are done."""
@@ -132,24 +111,27 @@ class BatchWriter(DataSourceArrowWriter):
         self._delivery.forget(messages)
 
 
+@plain_errors
 class StreamWriter(DataSourceStreamArrowWriter):
-    """Writes every batch of a query once; named by query and batch."""
+    """Writes every batch of a query once; named by query and batch.
 
-    def __init__(self, options: dict[str, str], schema: StructType, overwrite: bool) -> None:
-        if overwrite:
-            raise InvalidInput("a topic is a log: use outputMode('append')")
+    In complete mode a batch is the whole result so far, and each is published: a topic is a log.
+    """
+
+    def __init__(self, options: dict[str, str], schema: StructType) -> None:
         self._delivery = Delivery(sink_options(options), schema)
 
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> Written:
-        """A task's rows of one batch."""
-        task = _task()
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> Staged:
+        """Stage a task's rows of one batch."""
+        task = TaskContext.get()
+        assert task is not None
         query, batch = task.getLocalProperty(QUERY_ID), task.getLocalProperty(BATCH_ID)
         if query is None or batch is None:
             raise InvalidInput(
                 "Spark told neither query nor batch, so a repetition could not be known; "
                 "nothing was published. Use Spark 4.1 or newer"
             )
-        return self._delivery.put(f"{query}/{batch}", task.partitionId(), iterator)
+        return self._delivery.put(f"{query}/{batch}", iterator)
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         """All tasks of a batch are done."""
@@ -158,9 +140,3 @@ class StreamWriter(DataSourceStreamArrowWriter):
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         """A batch failed for good."""
         self._delivery.forget(messages)
-
-
-def _task() -> TaskContext:
-    task = TaskContext.get()
-    assert task is not None
-    return task

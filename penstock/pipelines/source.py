@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -32,8 +32,17 @@ from penstock.pipelines import event_time
 from penstock.pipelines.columns import LATE, VALUE, check_schema, row_ddl
 from penstock.pipelines.failpoint import failpoint
 from penstock.pipelines.notice import tell_skipped
-from penstock.pipelines.options import SourceOptions, offsets_of, source_options
-from penstock.pipelines.plan import Bounds, Offsets, Place, Split, ahead, expired, splits
+from penstock.pipelines.options import (
+    SINKS,
+    SOURCES,
+    SourceOptions,
+    offsets_of,
+    source_options,
+    table_comment,
+    with_tables,
+)
+from penstock.pipelines.plain_errors import plain_errors
+from penstock.pipelines.plan import Bounds, Offsets, Place, Split, ahead, behind, expired, splits
 from penstock.pipelines.pushdown import PUSHDOWN, Narrowing
 from penstock.pipelines.readahead import read_ahead
 from penstock.pipelines.rows import Reading
@@ -45,6 +54,7 @@ from penstock.pipelines.store import Store, store_at
 SAMPLED_LANES, SAMPLED_EVENTS = 16, 100
 
 
+@plain_errors
 class PenstockSource(DataSource):
     """Topics of a bus, to read and to write. docs/guide/spark.md has the options."""
 
@@ -57,25 +67,29 @@ class PenstockSource(DataSource):
         """All columns, or those of the option `columns`."""
         options = source_options(self.options)
         late = options.late_after_us is not None
-        return row_ddl(options.columns, options.schema, late=late)
+        comment = table_comment(self.options)
+        return row_ddl(options.columns, options.schema, late=late, comment=comment)
 
     def reader(self, schema: StructType) -> BatchReader:
         """Read once; with filters pushed down where Spark was told to."""
-        options = source_options(self.options)
+        options = self._read_options(schema)
         pushing = os.environ.get(PUSHDOWN) == "1" if options.pushdown is None else options.pushdown
         return (PushingReader if pushing else BatchReader)(options, schema)
 
     def streamReader(self, schema: StructType) -> StreamReader:  # noqa: N802 - Spark's name
         """Read on and on."""
-        return StreamReader(source_options(self.options), schema)
+        return StreamReader(self._read_options(schema), schema)
+
+    def _read_options(self, schema: StructType) -> SourceOptions:
+        return source_options(with_tables(self.options, schema, SOURCES))
 
     def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:
         """Write once."""
-        return BatchWriter(dict(self.options), schema, overwrite)
+        return BatchWriter(with_tables(self.options, schema, SINKS), schema, overwrite)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:  # noqa: N802
         """Write on and on."""
-        return StreamWriter(dict(self.options), schema, overwrite)
+        return StreamWriter(with_tables(self.options, schema, SINKS), schema)
 
 
 class Task(InputPartition):
@@ -105,6 +119,7 @@ def _reading(options: SourceOptions, schema: StructType) -> Reading:
     return Reading(options.url, options.token, tuple(schema.names), never_null, value_type, skip)
 
 
+@plain_errors
 class _Reader:
     """What both ways of reading share."""
 
@@ -116,39 +131,48 @@ class _Reader:
     def store(self) -> Store:
         return store_at(self.options.url, self.options.token)
 
-    def bounds(self) -> Bounds:
-        """The partitions there are now; a topic named in full must exist."""
-        found = self.store().bounds(self.options.topics)
-        if not found and not is_wildcard(self.options.topics):
-            raise UnknownTopic(
-                f"there is no topic {self.options.topics!r} in {self.options.url}; "
-                "`penstock topic list` shows them",
-                topic=self.options.topics,
-            )
+    def bounds(self, *, all_there: bool = False) -> Bounds:
+        """The partitions there are now; with `all_there`, a topic named in full must exist."""
+        wanted = self.options.topics
+        found = wanted.bounds(self.store().bounds)
+        for name in wanted.patterns if all_there else ():
+            if not is_wildcard(name) and name not in {topic for topic, _ in found}:
+                raise UnknownTopic(
+                    f"there is no topic {name!r} in {self.options.url}; "
+                    "`penstock topic list` shows them",
+                    topic=name,
+                )
         return found
 
     def at(self, text: str, bounds: Bounds) -> Offsets:
-        """The offsets that `earliest`, `latest`, a time or JSON mean."""
+        """The offsets that `earliest`, `latest`, a time or JSON of these and of offsets mean."""
         given = offsets_of(text)
-        if given is not None:
-            self._check_given(given, bounds)
-            return {lane: given.get(lane, first) for lane, (first, _) in bounds.items()}
-        if text in ("earliest", "latest"):
-            return {lane: ends[text == "latest"] for lane, ends in bounds.items()}
-        kind, _, number = place("start", text, time.time_ns() // 1_000).partition(":")
-        if kind == "offset":
-            return {
-                lane: max(first, min(int(number), end)) for lane, (first, end) in bounds.items()
-            }
-        return {lane: self.store().find_time(*lane, int(number)) for lane in bounds}
+        now_us = time.time_ns() // 1_000
+        if given is None:
+            return {lane: self._at(text, lane, bounds[lane], now_us) for lane in bounds}
+        self._check_given(given, bounds)
+        chosen = {lane: given.get(lane, "earliest") for lane in bounds}
+        return {lane: self._at(each, lane, bounds[lane], now_us) for lane, each in chosen.items()}
 
-    def _check_given(self, given: Offsets, bounds: Bounds) -> None:
+    def _at(
+        self, wanted: int | str, lane: tuple[str, int], ends: tuple[int, int], now_us: int
+    ) -> int:
+        if isinstance(wanted, int):
+            return wanted
+        if wanted in ("earliest", "latest"):
+            return ends[wanted == "latest"]
+        kind, _, number = place("start", wanted, now_us).partition(":")
+        if kind == "offset":
+            return max(ends[0], min(int(number), ends[1]))
+        return self.store().find_time(*lane, int(number))
+
+    def _check_given(self, given: Mapping[tuple[str, int], int | str], bounds: Bounds) -> None:
         for lane, offset in given.items():
             if lane not in bounds:
                 raise InvalidInput(
                     f"offsets name {lane[0]}/{lane[1]}, which is not among the topics that are read"
                 )
-            if offset > bounds[lane][1]:
+            if isinstance(offset, int) and offset > bounds[lane][1]:
                 raise InvalidInput(
                     f"offset {offset} of {lane[0]}/{lane[1]} is beyond the end, {bounds[lane][1]}"
                 )
@@ -177,6 +201,7 @@ class _Reader:
         settle()
 
 
+@plain_errors
 class BatchReader(_Reader, DataSourceReader):
     """Reads what there is between two points."""
 
@@ -188,7 +213,7 @@ class BatchReader(_Reader, DataSourceReader):
 
     def partitions(self) -> Sequence[InputPartition]:
         """The tasks."""
-        bounds = self.bounds()
+        bounds = self.bounds(all_there=True)
         begin, until = self.at(self.options.start, bounds), self.at(self.options.end, bounds)
         begin, until = self._narrowing.narrowed(begin, until, self.store().find_time)
         self.tell_expired(begin, until, bounds)
@@ -196,6 +221,7 @@ class BatchReader(_Reader, DataSourceReader):
         return [Task(parts, None, bounds) for parts in tasks]
 
 
+@plain_errors
 class PushingReader(BatchReader):
     """The same with filters: Spark refuses a reader that has them where it was not told to push."""
 
@@ -208,19 +234,23 @@ class PushingReader(BatchReader):
         return filters
 
 
+@plain_errors
 class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Reads on as events come; its place is in Spark's checkpoint."""
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         super().__init__(options, schema)
         self._until: Bounds | None = None
+        self._began_s = time.monotonic()
+        """When the last batch began, for `maxTriggerDelay`."""
+        self._planned: Offsets = {}
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
         """Where a query without a checkpoint begins."""
-        bounds = self.bounds()
+        bounds = self.bounds(all_there=True)
         begin = self.at(self.options.start, bounds)
         bus = self.store().identity()
-        return Place(begin, reads=self.options.topics, bus=bus).as_json()
+        return Place(begin, reads=str(self.options.topics), bus=bus).as_json()
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         """What the options allow in one batch; of both limits bytes are looked at beside."""
@@ -232,17 +262,21 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         """From now on nothing newer exists."""
-        self._until = self.store().bounds(self.options.topics)
+        self._until = self.bounds()
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
         """How far the next batch goes."""
         place, bus = Place.from_json(start), self.store().identity()
         place.check_bus(bus, self.options.url)
-        bounds = self.store().bounds(self.options.topics) if self._until is None else self._until
+        bounds = self.bounds() if self._until is None else self._until
         self._check_there(place, bounds)
+        self._planned = place.offsets
+        if self._too_few(place, bounds):
+            return start
         reached = ahead(place.offsets, bounds, self._max_events(limit, place, bounds))
         if reached.offsets == place.offsets:
             return start
+        self._planned, self._began_s = reached.offsets, time.monotonic()
         newest_us = place.newest_us
         if self.options.late_after_us is not None:
             tasks = splits(place, reached, self.options.events_per_task)
@@ -252,14 +286,24 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
             reached.offsets,
             newest_us,
             reached.began,
-            self.options.topics,
+            str(self.options.topics),
             place.skipped + sum(each.stop - each.start for each in gone),
             bus or place.bus,
         ).as_json()
 
+    def _too_few(self, place: Place, bounds: Bounds) -> bool:
+        """Whether a batch should wait for more; not when the query is to end with what there is."""
+        least = self.options.min_events_per_trigger
+        if least is None or self._until is not None:
+            return False
+        waited_s = time.monotonic() - self._began_s
+        return behind(place.offsets, bounds) < least and (
+            waited_s * 1e6 < self.options.max_trigger_delay_us
+        )
+
     def _check_there(self, place: Place, bounds: Bounds) -> None:
         """A checkpoint of another query or bus, or of a topic that was made anew, does not fit."""
-        place.check_reads(self.options.topics)
+        place.check_reads(str(self.options.topics))
         if place.offsets and not place.offsets.keys() & bounds.keys():
             lane, offset = min(place.offsets.items())
             raise InvalidInput(
@@ -304,15 +348,16 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
         return max(1.0, size / events) if events else 1.0
 
     def reportLatestOffset(self) -> dict[str, Any]:  # noqa: N802
-        """Where the log ends: what is between is the lag."""
-        bounds = self.store().bounds(self.options.topics)
-        return Place({lane: end for lane, (_, end) in bounds.items()}).as_json()
+        """Where the log ends, and as `lag` how many events lie between the last batch and there."""
+        bounds = self.bounds()
+        ends = Place({lane: end for lane, (_, end) in bounds.items()})
+        return ends.as_json() | {"lag": behind(self._planned, bounds)}
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         """The tasks of a batch."""
         begin, until = Place.from_json(start), Place.from_json(end)
         # A batch that a crash left is not planned anew.
-        until.check_reads(self.options.topics)
+        until.check_reads(str(self.options.topics))
         until.check_bus(self.store().identity(), self.options.url)
         late_before_us = None
         if self.options.late_after_us is not None:
@@ -320,7 +365,7 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
         # Not with the offsets: a batch that a crash left planned may be days old when it is read.
         bounds: Bounds = {}
         if self.reading.skip_expired:
-            bounds = self.store().bounds(self.options.topics)
+            bounds = self.bounds()
             self.tell_expired(begin.offsets, until.offsets, bounds)
         tasks = splits(begin, until, self.options.events_per_task)
         failpoint("source.planned")

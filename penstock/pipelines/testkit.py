@@ -23,18 +23,23 @@ import pyarrow.parquet as pq
 from penstock.core.schedule import parse_duration
 from penstock.model.arrow import TIME
 from penstock.model.errors import InvalidInput, NotFound
+from penstock.model.parameter import moment_us
 from penstock.model.token import TOKEN_BYTES
-from penstock.model.topic import tenant_of
+from penstock.model.topic import ANY_WORDS, tenant_of
 from penstock.pipelines import discovery, event_time
-from penstock.pipelines.columns import EVENT_COLUMNS, FAULT, LATE, VALUE
+from penstock.pipelines.columns import EVENT_COLUMNS, FAULT, LATE, VALUE, check_payload
 from penstock.pipelines.payload import Decoder
 from penstock.pipelines.pipeline import Input, Pipeline, registered
+from penstock.pipelines.plan import Topics
 from penstock.pipelines.run import invoke
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 Row = Mapping[str, Any]
+NO_TOPIC = "test.rows"
+TIMES = ("append_time", "event_time")
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 FIRST_APPEND = datetime(2026, 1, 1, tzinfo=UTC)
 """Append time of the first row that names none; each row after it is a millisecond younger."""
 
@@ -53,9 +58,10 @@ class _Filler:
             raise InvalidInput(
                 f"a row has no column {unknown[0]!r}; it has {', '.join(EVENT_COLUMNS)} and late"
             )
-        topic, partition = row.get("topic", "test.rows"), row.get("partition", 0)
+        topic, partition = row.get("topic", NO_TOPIC), row.get("partition", 0)
         offset = row.get("offset", self._next.get((topic, partition), 0))
         self._next[topic, partition] = offset + 1
+        row = {**row, **{name: _moment(name, row[name]) for name in TIMES if name in row}}
         appended = row.get("append_time", FIRST_APPEND + timedelta(milliseconds=self._rows))
         self._rows += 1
         place = f"{topic}/{partition}/{offset}".encode()
@@ -75,8 +81,17 @@ class _Filler:
         }
         filled |= row
         filled["payload"] = _payload(filled["payload"])
-        filled["headers"] = list(filled["headers"].items())
+        if not isinstance(filled["headers"] or {}, Mapping):
+            raise InvalidInput(f"headers are an object of texts, not {filled['headers']!r}")
+        filled["headers"] = list((filled["headers"] or {}).items())
         return filled
+
+
+def _moment(name: str, value: Any) -> datetime:
+    """A time as JSON can write it: ISO 8601 with its zone, or seconds since 1970."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        value = f"@{value:.6f}"
+    return EPOCH + timedelta(microseconds=moment_us(name, value))
 
 
 def _payload(value: Any) -> bytes:
@@ -88,7 +103,7 @@ def _payload(value: Any) -> bytes:
 def _table(rows: Sequence[Mapping[str, Any]], source: Input) -> pa.Table:
     """Filled rows as the columns that an input has."""
     names = {name: kind for name, (_, kind, _) in EVENT_COLUMNS.items()}
-    columns = {name: pa.array([row[name] for row in rows], kind) for name, kind in names.items()}
+    columns = {name: _column(name, kind, rows) for name, kind in names.items()}
     if source.schema is not None:
         value, fault = Decoder(_fields(source.schema)).decode(
             columns["payload"], [row["codec"] for row in rows]
@@ -99,12 +114,31 @@ def _table(rows: Sequence[Mapping[str, Any]], source: Input) -> pa.Table:
     return pa.table(columns)
 
 
+def _column(name: str, kind: pa.DataType, rows: Sequence[Mapping[str, Any]]) -> pa.Array:
+    values = [row[name] for row in rows]
+    try:
+        return pa.array(values, kind)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError):
+        for number, value in enumerate(values, 1):
+            try:
+                pa.array([value], kind)
+            except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+                raise InvalidInput(
+                    f"{name} of row {number} is {value!r}, and the column is {EVENT_COLUMNS[name][0]}: "
+                    f"{error}. Correct the row",
+                    column=name,
+                    row=number,
+                ) from None
+        raise
+
+
 def _fields(ddl: str) -> pa.StructType:
     from pyspark.sql.pandas.types import to_arrow_schema
     from pyspark.sql.types import StructType
 
     found = StructType.fromDDL(ddl)
     assert isinstance(found, StructType)
+    check_payload(found, VALUE)
     return pa.struct(list(to_arrow_schema(found, prefers_large_types=False)))
 
 
@@ -119,6 +153,12 @@ def frame(
     filler = _Filler()
     source = Input("#", schema, late_after)
     return _as_frame(spark, _table([filler.fill(row) for row in rows], source))
+
+
+def _read(rows: Sequence[Row], source: Input) -> list[Row]:
+    """The rows that the source would give: none of a topic that is left out."""
+    wanted = Topics.of(ANY_WORDS, source.exclude)
+    return [row for row in rows if wanted.has(row.get("topic", NO_TOPIC))]
 
 
 def _as_frame(spark: SparkSession, table: pa.Table) -> DataFrame:
@@ -142,7 +182,7 @@ def run_on_rows(
     frames = {
         argument: frame(
             spark,
-            given.get(argument, ()),
+            _read(given.get(argument, ()), source),
             schema=source.schema,
             late_after=source.late_after,
         )
@@ -194,14 +234,15 @@ def _marked(batches: Sequence[Sequence[Row]], source: Input) -> Iterator[list[di
     filler = _Filler()
     newest_us = 0
     delay_us = parse_duration(source.late_after) if source.late_after else 0
-    for batch in batches:
+    for given in batches:
+        batch = _read(given, source)
         rows = [filler.fill(row) for row in batch]
         events_us, appended_us = (
             pa.array([row[name] for row in rows], TIME).cast(pa.int64()).to_numpy()
             for name in ("event_time", "append_time")
         )
-        for row, given, event_us in zip(rows, batch, events_us, strict=True):
-            if LATE not in given:
+        for row, said, event_us in zip(rows, batch, events_us, strict=True):
+            if LATE not in said:
                 row[LATE] = bool(event_us < newest_us - delay_us)
         newest_us = event_time.newest_us(events_us, appended_us, newest_us)
         yield rows

@@ -54,7 +54,7 @@ RIGHTS: dict[type[Request], str] = {
         ),
         OPERATOR,
     ),
-    **dict.fromkeys((administer.VerifyAudit, administer.ExportAudit, administer.Pressure), ADMIN),
+    **dict.fromkeys((administer.VerifyAudit, administer.ExportAudit, administer.Pressure, administer.Seal), ADMIN),
 }  # fmt: skip
 """The least role that each request needs. What concerns the whole bus needs `admin`."""
 

@@ -16,9 +16,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def spark() -> Iterator[Any]:
+def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from penstock.pipelines.session import spark_session
 
-    session = spark_session(master="local[2]", name="penstock-tests")
+    tables = {"spark.sql.warehouse.dir": str(tmp_path_factory.mktemp("tables"))}
+    session = spark_session(master="local[2]", name="penstock-tests", settings=tables)
     yield session
     session.stop()

@@ -200,6 +200,17 @@ def test_its_own_side_topics_are_not_read_again(spark: Any) -> None:
     assert run_on_rows("risk-tags", spark, own) == []
 
 
+def test_products_are_known_in_capitals_too(spark: Any) -> None:
+    """F8: scanners write OpenSSL, openssl and OPENSSL."""
+    found = {"version": "1.0.2", "kind": "fingerprint"}
+    rows = [
+        evidence(number, product=product, **found)
+        for number, product in enumerate(("openssl", "OpenSSL", "OPENSSL", "LibreSSL"))
+    ]
+    tags = [row[2] for row in tags_of(run_on_rows("risk-tags", spark, rows))]
+    assert sorted(map(list, tags)) == [[], *[["outdated-tls"]] * 3]
+
+
 def test_rules_are_data_and_change_without_code(spark: Any, tmp_path: Any) -> None:
     """S5: a file of one's own replaces the rules; every comparison there is does what it says."""
     tests = {

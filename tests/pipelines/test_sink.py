@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -80,6 +83,114 @@ def test_a_batch_that_fails_half_way_leaves_nothing_in_a_folder(spark, tmp_path)
         bad.repartition(2).write.format("penstock").option("url", url).mode("append").save()
     rows(spark, 3).write.format("penstock").option("url", url).mode("append").save()
     assert len(stored(url)) == 3
+
+
+SHUFFLE = "spark.sql.shuffle.partitions"
+
+
+def copied(url: str) -> Counter[int]:
+    return Counter(int(event.payload) for event in stored(url, "copy"))
+
+
+def copy_once(spark: Any, source: Path, url: str, checkpoint: Path, change: dict[str, Any]) -> None:
+    """A stream of one batch, shaped by what may be different the next time it is tried."""
+    for name, value in change.get("conf", {}).items():
+        spark.conf.set(name, value)
+    reader = spark.readStream.format("penstock").options(url=str(source), **change.get("read", {}))
+    frame = reader.load().selectExpr("payload", "key")
+    if "repartition" in change:
+        frame = frame.repartition(*change["repartition"])
+    broken = "IF(payload = '7', raise_error('broken'), payload) AS payload"
+    columns = ["key", broken if change.get("fails") else "payload"]
+    if not change.get("each"):
+        frame = frame.selectExpr(*columns)
+    writer = frame.writeStream.option("checkpointLocation", str(checkpoint))
+    if change.get("each"):
+
+        def write(batch: Any, number: int) -> None:
+            shuffled = batch.groupBy("key", "payload").count().selectExpr(*columns)
+            options = {"url": url, "topic": "copy", "queryId": "q", "batchId": str(number)}
+            shuffled.write.format("penstock").options(**options).mode("append").save()
+
+        writer = writer.foreachBatch(write)
+    else:
+        writer = writer.format("penstock").options(url=url, topic="copy", **change.get("write", {}))
+    writer.trigger(availableNow=True).start().awaitTermination()
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ({"repartition": (6, "key")}, {"repartition": (1, "key")}),
+        ({"read": {"eventsPerTask": "1000"}}, {"read": {"eventsPerTask": "60"}}),
+        (
+            {"repartition": (5,)},
+            {"repartition": (3, "payload"), "write": {"maxTransactionBytes": "3000"}},
+        ),
+        (
+            {"each": True, "conf": {"spark.sql.adaptive.enabled": "false", SHUFFLE: "6"}},
+            {"each": True, "conf": {"spark.sql.adaptive.enabled": "true", SHUFFLE: "6"}},
+        ),
+    ],
+    ids=["partitions", "events-per-task", "size-of-transactions", "adaptive-execution"],
+)
+def test_a_batch_that_is_tried_again_in_another_shape_is_there_once(
+    spark, bus_url, tmp_path, first, then
+) -> None:
+    """F1: after an attempt that failed, and after one that was published and not checkpointed."""
+    source, checkpoint = tmp_path / "source", tmp_path / "cp"
+    before = {name: spark.conf.get(name) for name in ("spark.sql.adaptive.enabled", SHUFFLE)}
+    with penstock.connect_sync(source) as bus:
+        bus.publish_many(
+            "in", [b"%d" % n for n in range(300)], keys=[f"k{n % 11}" for n in range(300)]
+        )
+    try:
+        with pytest.raises(Exception, match="broken"):
+            copy_once(spark, source, bus_url, checkpoint, first | {"fails": True})
+        if (tmp_path / "data" / "penstock.json").exists():
+            assert "copy" not in {event.topic for event in stored(bus_url)}
+        copy_once(spark, source, bus_url, checkpoint, then)
+        assert copied(bus_url) == Counter(range(300))
+        for file in (checkpoint / "commits").iterdir():  # the driver died before it wrote this
+            file.unlink()
+        copy_once(spark, source, bus_url, checkpoint, first)
+        assert copied(bus_url) == Counter(range(300))
+    finally:
+        for name, value in before.items():
+            spark.conf.set(name, value)
+
+
+DRIVER = """
+import os, sys
+from pathlib import Path
+os.environ["FAILPOINT_ROOT"] = str(os.getpid())
+from penstock.pipelines.session import spark_session
+from tests.pipelines.test_sink import copy_once
+cores, source, url, checkpoint = sys.argv[1:]
+spark = spark_session(master=f"local[{cores}]")
+copy_once(spark, Path(source), url, Path(checkpoint), {"repartition": ("key",)})
+spark.stop()
+"""
+
+
+def test_another_number_of_cores_loses_and_doubles_nothing(tmp_path) -> None:
+    """F1: killed when some tasks were done and others not, and started again with fewer cores."""
+    with penstock.connect_sync(tmp_path / "source") as bus:
+        bus.publish_many(
+            "in", [b"%d" % n for n in range(300)], keys=[f"k{n % 11}" for n in range(300)]
+        )
+    with BrokerProcess(tmp_path / "data") as running:
+        for cores, failpoint in (("6", "sink.task-done"), ("1", "")):
+            words = [sys.executable, "-c", DRIVER, cores, tmp_path / "source", running.url()]
+            done = subprocess.run(
+                [*map(str, words), str(tmp_path / "cp")],
+                env={**os.environ, "FAILPOINT": failpoint},
+                cwd=Path(__file__).parents[2],
+                check=False,
+                timeout=500,
+            )
+            assert (done.returncode == 0) == (failpoint == "")
+        assert copied(running.url()) == Counter(range(300))
 
 
 def test_a_stream_copies_every_event_once(spark, bus_url, tmp_path) -> None:

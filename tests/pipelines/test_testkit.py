@@ -24,6 +24,37 @@ def test_rows_have_every_column_of_the_source(spark: Any) -> None:
         frame(spark, [{"subject": "x"}])
 
 
+def test_times_are_taken_as_json_writes_them(spark: Any) -> None:
+    """F4: in a file of rows a time is a text, or seconds since 1970."""
+    rows = frame(
+        spark,
+        [
+            {"event_time": "2026-01-02T03:04:05Z", "append_time": "2026-01-02T05:04:05+02:00"},
+            {"event_time": 1767323045},
+            {"event_time": datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)},
+        ],
+    ).selectExpr("CAST(event_time AS STRING) AS event", "CAST(append_time AS STRING) AS appended")
+    found = rows.collect()
+    assert {row.event for row in found} == {"2026-01-02 03:04:05"}
+    assert found[0].appended == "2026-01-02 03:04:05"
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"event_time": "yesterday"}, "event_time is 'yesterday', which is no time"),
+        ({"event_time": "2026-01-02T03:04:05"}, "no time zone"),
+        ({"append_time": True}, "append_time is True"),
+        ({"partition": "first"}, "partition of row 2 is 'first', and the column is INT"),
+        ({"headers": ["a"]}, "headers are an object of texts"),
+        ({"key": {"a": 1}}, "key of row 2"),
+    ],
+)
+def test_a_row_that_is_no_event_is_named(spark: Any, row: dict[str, Any], why: str) -> None:
+    with pytest.raises(InvalidInput, match=why):
+        frame(spark, [{}, row])
+
+
 def test_a_pipeline_of_two_inputs_is_an_ordinary_function(spark: Any) -> None:
     """S6: tested without a cluster, a bus or a source."""
 

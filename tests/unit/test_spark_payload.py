@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from typing import Any
 
@@ -9,9 +10,12 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pyspark.sql import types
 
 from penstock.model.codec import codecs
+from penstock.model.errors import InvalidInput
 from penstock.pipelines.payload import Decoder
+from penstock.pipelines.source import PenstockSource
 
 FIELDS = pa.struct(
     [
@@ -247,3 +251,58 @@ def test_payloads_that_all_are_of_another_codec_get_the_reason_each() -> None:
     values, faults = decoded(b'{"n": 1}', b"", codec="msgpack")
     assert values == [None, None]
     assert all(str(fault).startswith("codec msgpack is not decoded; ") for fault in faults)
+
+
+def typed(kind: pa.DataType, *values: bytes) -> tuple[list[Any], list[bool]]:
+    """What JSON values become as a type, and which of them are faults."""
+    payloads = [b'{"v": %b, "other": 1.0}' % each for each in values]
+    found, faults = Decoder(pa.struct([("v", kind)])).decode(
+        pa.array(payloads), ["json"] * len(payloads)
+    )
+    return [each and each["v"] for each in found.to_pylist()], faults.is_valid().to_pylist()
+
+
+def test_numbers_are_read_as_text_where_a_text_is_wanted() -> None:
+    """F5: digit by digit as they were written, as Spark's from_json does."""
+    values, faults = typed(pa.string(), b"5", b'"5"', b"1.10", b"-1e5", b"true", b"null", b"[1]")
+    assert values == ["5", "5", "1.10", "-1e5", "true", None, None]
+    assert faults == [False] * 6 + [True]
+    deep = pa.list_(pa.struct([("s", pa.string()), ("n", pa.int64())]))
+    assert typed(deep, b'[{"s": 7, "n": 7}, null]') == ([[{"s": "7", "n": 7}, None]], [False])
+
+
+def test_base64_is_decoded_where_bytes_are_wanted() -> None:
+    """F5: what is none is a fault, and its neighbours are not."""
+    values, faults = typed(pa.binary(), b'"AAH/"', b"null", b'"%%"', b'"aGk="', b"7")
+    assert values == [b"\x00\x01\xff", None, None, b"hi", None]
+    assert faults == [False, False, True, False, True]
+    assert typed(pa.list_(pa.binary()), b'["aGk=", null]', b"[]") == (
+        [[b"hi", None], []],
+        [False] * 2,
+    )
+
+
+def test_dates_are_read() -> None:
+    values, faults = typed(pa.date32(), b'"2026-01-02"', b'"soon"', b"null")
+    assert values == [datetime.date(2026, 1, 2), None, None]
+    assert faults == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (types.MapType(types.StringType(), types.IntegerType()), "MAP<STRING,INT>"),
+        (types.VariantType(), "VARIANT"),
+        (types.DayTimeIntervalType(), "INTERVAL"),
+        (types.TimeType(), "TIME"),
+    ],
+)
+@pytest.mark.parametrize("wrap", [lambda kind: kind, types.ArrayType])
+def test_types_that_no_payload_is_read_as_are_refused_with_the_schema(
+    kind: Any, name: str, wrap: Any
+) -> None:
+    """F5: they were taken, and each row was a fault."""
+    value = types.StructType([types.StructField("deep", wrap(kind))])
+    schema = types.StructType([types.StructField("value", value)])
+    with pytest.raises(InvalidInput, match=rf"value\.deep.* is {name}.*from_json"):
+        PenstockSource({"url": "data"}).streamReader(schema)

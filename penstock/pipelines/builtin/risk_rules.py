@@ -44,6 +44,8 @@ Scalar = str | bool | int | float
 
 _ORDERED = {"at-least", "below", "between"}
 _TEXTUAL = {"matching", "version-below"}
+_SAME_IN_ANY_CASE = {"equal", "not-equal", "in", "not-in"}
+"""Scanners write OpenSSL and openssl; a text is the same in capitals and without."""
 _LISTS = {"in", "not-in", "between"}
 _TYPES: dict[str, tuple[type, ...]] = {
     "STRING": (str,),
@@ -213,6 +215,9 @@ def _condition(condition: Condition, value: str) -> Column:
     from pyspark.sql import functions as sql
 
     column, to = sql.col(f"{value}.{condition.field}"), condition.to
+    if condition.test in _SAME_IN_ANY_CASE and FIELDS[condition.field] == "STRING":
+        column = sql.lower(column)
+        to = [str(each).lower() for each in to] if isinstance(to, list) else str(to).lower()
     tests: dict[str, Callable[[Any], Column]] = {
         "equal": lambda to: column == sql.lit(to),
         "not-equal": lambda to: column != sql.lit(to),

@@ -69,6 +69,8 @@ class IcebergTable:
 
     def find(self) -> PyTable | None:
         """The table, or None; a table that another name made under this identifier is an error."""
+        if self.warehouse.is_empty():
+            return None
         catalogue = self.warehouse.catalogue
         from pyiceberg.exceptions import NoSuchTableError
 

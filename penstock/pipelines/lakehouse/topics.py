@@ -18,10 +18,11 @@ import pyarrow as pa
 
 from penstock.log.disk import RealDisk
 from penstock.log.manifest import Manifest
-from penstock.log.recovery import check_folder
+from penstock.log.recovery import Recovery, check_folder
 from penstock.log.segment import Range, SegmentInfo
 from penstock.model.arrow import SCHEMA
 from penstock.model.errors import StorageError, Unsupported
+from penstock.model.settings import Settings
 from penstock.model.table_errors import TableChanged
 from penstock.model.topic import check_pattern, matches
 from penstock.pipelines.failpoint import failpoint
@@ -71,6 +72,8 @@ class TopicReport(msgspec.Struct, frozen=True, kw_only=True):
     rows_joined: int = 0
     rows_copied: int = 0
     snapshots: int = 0
+    waiting: int = 0
+    """Events in the journal, which join once they are sealed."""
 
 
 def sync_topics(
@@ -82,7 +85,8 @@ def sync_topics(
 ) -> TopicReport:
     """Bring the tables of a log folder's topics up to its sealed segments.
 
-    Reads only, so the log may be in use. Events still in the journal are not in the tables yet.
+    Reads only, so the log may be in use. Events still in the journal are not in the tables yet, and
+    counted as `waiting`: `bus.topics.seal()` brings them into segments.
     `progress` is called with a table's name, the tables done and their number.
     """
     if warehouse.format != "iceberg":
@@ -98,7 +102,8 @@ def sync_topics(
         disk = RealDisk(Path(folder).absolute())
         manifest = Manifest.load(disk, write=False)
         try:
-            return _Sync(disk, manifest, warehouse, chosen).run(progress)
+            report = _Sync(disk, manifest, warehouse, chosen).run(progress)
+            return msgspec.structs.replace(report, waiting=_waiting(disk, chosen))
         except (FileNotFoundError, StorageError) as error:
             gone = manifest.refresh()
             if turn + 1 == TRIES or not gone:
@@ -106,6 +111,29 @@ def sync_topics(
         finally:
             manifest.close()
     raise AssertionError("unreachable")
+
+
+def _waiting(disk: RealDisk, patterns: Sequence[str]) -> int:
+    """How many events of these topics are in the journal and in no segment."""
+    recovery = Recovery(disk, Settings(), write=False)
+    try:
+        recovery.run()
+        manifest = recovery.log.manifest
+        ends: dict[tuple[str, int], int] = {}
+        for info in manifest.segments():
+            for each in info.ranges:
+                lane = (each.topic, each.partition)
+                ends[lane] = max(ends.get(lane, 0), each.last_offset + 1)
+        waiting = 0
+        for topic, spec in recovery.fold.state.topics.items():
+            if any(matches(pattern, topic) for pattern in patterns):
+                for partition in range(spec.partitions):
+                    first, end = recovery.log.bounds(topic, partition)
+                    waiting += end - min(end, max(first, ends.get((topic, partition), 0)))
+        return waiting
+    finally:
+        recovery.log.close()
+        recovery.log.manifest.close()
 
 
 def _lost(error: Exception) -> Exception:

@@ -65,6 +65,7 @@ Choose iceberg, delta or parquet [invalid.settings]
         *,
         format: Format = "iceberg",
         properties: Mapping[str, str] | None = None,
+        create: bool = True,
     ) -> None:
         if format not in get_args(Format):
             raise InvalidSettings(
@@ -78,7 +79,9 @@ Choose iceberg, delta or parquet [invalid.settings]
         self.local = "://" not in text or text.startswith("file://")
         # pyiceberg does not decode URIs, so a blank in a path must stay a blank.
         self.uri = f"file://{Path(text.removeprefix('file://')).absolute()}" if self.local else text
-        if self.local:
+        self.create = create
+        """Whether a folder and a catalogue are made where there are none; off for who only looks."""
+        if self.local and create:
             try:
                 Path(self.uri.removeprefix("file://")).mkdir(parents=True, exist_ok=True)
             except OSError as error:
@@ -102,6 +105,19 @@ Choose iceberg, delta or parquet [invalid.settings]
         from penstock.pipelines.lakehouse.folder import FolderTable
 
         return FolderTable(self, name)
+
+    def is_empty(self) -> bool:
+        """Whether there is no catalogue, and none is to be made."""
+        if self.create or not self.local or self._named() or self.format != "iceberg":
+            return False
+        return not Path(self._file()).exists()
+
+    def _named(self) -> bool:
+        """Whether the properties say which catalogue it is."""
+        return bool({"type", "uri", "py-catalog-impl"} & self.properties.keys())
+
+    def _file(self) -> str:
+        return f"{self.uri.removeprefix('file://')}/{CATALOGUE_FILE}"
 
     @cached_property
     def catalogue(self) -> Catalog:
@@ -128,7 +144,7 @@ Choose iceberg, delta or parquet [invalid.settings]
             from penstock.pipelines.lakehouse.metadata_io import StableFileIO
 
             given.setdefault("py-io-impl", f"{StableFileIO.__module__}.{StableFileIO.__name__}")
-        if "type" in given or "uri" in given or "py-catalog-impl" in given:
+        if self._named():
             return given
         if not self.local:
             raise InvalidSettings(
@@ -136,8 +152,7 @@ Choose iceberg, delta or parquet [invalid.settings]
                 "was opened. Give the properties 'type' and 'uri' of an Iceberg catalogue",
                 place=self.uri,
             )
-        file = f"{self.uri.removeprefix('file://')}/{CATALOGUE_FILE}"
-        return {"type": "sql", "uri": f"sqlite:///{file}", **given}
+        return {"type": "sql", "uri": f"sqlite:///{self._file()}", **given}
 
     def close(self) -> None:
         """Let go of the catalogue."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -15,6 +16,7 @@ from penstock.cli.app import run
 from penstock.pipelines.lakehouse.files import PartitionWriter
 from penstock.pipelines.lakehouse.table import Cut
 from penstock.pipelines.lakehouse.warehouse import Warehouse
+from penstock.testing.broker_process import BrokerProcess
 
 EVENTS = 3_000
 SMALL = {"journal__file_bytes": 1 << 20, "sealing__process": False, "sealing__grace_s": 0.0}
@@ -60,6 +62,59 @@ def test_what_cannot_be_done_is_said(url, more, why, folder, capsys, monkeypatch
     monkeypatch.chdir(folder.parent)
     assert run(["--url", url, "table", *more, "--warehouse", "lake"]) != 0
     assert why in capsys.readouterr().err
+
+
+def test_looking_at_a_table_makes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """F7: neither a warehouse nor a catalogue; a table of another format is named."""
+    lake = tmp_path / "lake"
+    for words in (["files", "made.here"], ["compact", "made.here"]):
+        assert run(["table", *words, "--warehouse", str(lake)]) != 0
+        assert "there is no table 'made.here'" in capsys.readouterr().err
+        assert not lake.exists()
+    (lake / "made.here" / "_delta_log").mkdir(parents=True)
+    assert run(["table", "files", "made.here", "--warehouse", str(lake)]) != 0
+    assert "add --format delta" in capsys.readouterr().err
+    assert [each.name for each in lake.iterdir()] == ["made.here"]
+
+
+@pytest.mark.parametrize("where", ["folder", "broker"])
+def test_events_in_the_journal_are_told_and_sealed_on_demand(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], where: str
+) -> None:
+    """F2: with the folder to itself, or while a broker has it."""
+    data = tmp_path / "data"
+    with penstock.connect_sync(data) as bus:
+        bus.publish_many("orders.made", [b"x"] * 7)
+        bus.publish("others.made", b"y")
+    sync = [
+        "--url",
+        str(data),
+        "--json",
+        "table",
+        "sync",
+        "orders.#",
+        "--warehouse",
+        str(tmp_path / "lake"),
+    ]
+    assert run(sync) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["waiting"] == 7
+    assert "7 events are still in the journal" in told.err
+    assert "penstock topic seal" in told.err
+    with contextlib.ExitStack() as stack:
+        url = str(data)
+        if where == "broker":
+            url = stack.enter_context(BrokerProcess(data)).url()
+        assert run(["--url", url, "topic", "seal"]) == 0
+        assert "sealed" in capsys.readouterr().err
+        assert run(sync) == 0
+        told = capsys.readouterr()
+        report = json.loads(told.out)
+        assert (report["waiting"], report["rows_joined"] + report["rows_copied"]) == (0, 7)
+        assert "journal" not in told.err
+        assert run(["--url", url, "topic", "seal"]) == 0, "there is nothing to seal"
 
 
 def test_small_files_of_results_become_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
