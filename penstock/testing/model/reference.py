@@ -46,6 +46,7 @@ class Topic:
 class Recurring:
     """An event that is published again and again."""
 
+    id: str
     topic: str
     payload: bytes
     every_s: float
@@ -66,8 +67,11 @@ class Publish:
 class Model:
     """One bus, as its documents describe it."""
 
-    def __init__(self, slack_s: float, tenant: str = "default") -> None:
+    def __init__(
+        self, slack_s: float, tenant: str = "default", excused: frozenset[str] = frozenset()
+    ) -> None:
         self.slack_s = slack_s
+        self.excused = excused
         self.tenant = tenant
         self.topics: dict[str, Topic] = {}
         self.floors: dict[Lane, int] = {}
@@ -116,10 +120,10 @@ class Model:
         if not new or len(new) == len(publish.sents):
             fields["duplicate"] = (not new, receipt.duplicate)
         if new and len(new) == len(publish.sents):
-            fields["scheduled"] = (new[0].delayed, receipt.scheduled)
             if new[0].delayed:
-                fields["offset"] = (-1, receipt.offset)
+                fields["scheduled"], fields["offset"] = (True, receipt.scheduled), (-1, receipt.offset)
             else:
+                fields["scheduled"] = (False, receipt.scheduled)
                 got = [(each.topic, each.partition, each.offset) for each in receipt.ids()]
                 fields["ids"] = (sorted(s.place for s in new), sorted(got))
         elif not new and not waits and len(publish.sents) == 1 and first is not None and not first.delayed:
@@ -178,7 +182,8 @@ class Model:
                 if each.fired > each.seen:
                     raise Contradiction("scheduling.md: no tick fires twice",
                                         f"{each.seen} firings of {each.payload!r}", each.fired)  # fmt: skip
-                return Sent(each.topic, each.payload, due=Window(0.0, now))
+                return Sent(each.topic, each.payload, headers={"penstock-schedule": each.id},
+                            tenant=tenant_of(each.topic) or self.tenant)  # fmt: skip
         raise Contradiction(
             "delivery.md: the bus invents nothing, and stores once what has a name",
             "nothing more in the topic",
@@ -313,7 +318,8 @@ class Model:
             return log.join(member)
         group = self.groups.get(name)
         if group is None:
-            group = self.groups[name] = Group(name, options, self.slack_s)
+            group = self.groups[name] = Group(name, options, self.slack_s, self.excused)
+            group.disturbed_at = t1
             for event in self.events(options.pattern):
                 if event.offset >= self._start(event.place[:2], options.start):
                     group.offer(event)
@@ -325,6 +331,12 @@ class Model:
         if isinstance(start, int):
             return min(max(first, start), end)
         return end if start == "latest" else first
+
+    def place_answers(self, lanes: Iterable[Lane], place: str | int) -> set[str | None]:
+        """What beginning at a place may raise: an offset may be gone in some partition."""
+        firsts = [self.topics[name].firsts.get(number, 0) for name, number in lanes]
+        gone = isinstance(place, int) and any(place < first for first in firsts)
+        return {None, "OffsetExpired"} if gone else {None}
 
     def lanes(self, pattern: str, topic: str | None = None) -> list[Lane]:
         """The partitions that a pattern selects."""
@@ -393,8 +405,11 @@ class Model:
         pattern = group.pattern if isinstance(group, LogGroup) else group.options.pattern
         if topic is not None and (topic not in self.topics or not selects(pattern, topic)):
             return expect("groups.reset", {None, "UnknownTopic", "InvalidInput"}, error)
-        expect("groups.reset", {None}, error)
-        cursors = {lane: self._start(lane, to) for lane in self.lanes(pattern, topic)}
+        lanes = self.lanes(pattern, topic)
+        expect("groups.reset", self.place_answers(lanes, to) | (set() if lanes else {"InvalidInput"}), error)
+        if error is not None:
+            return None
+        cursors = {lane: self._start(lane, to) for lane in lanes}
         if isinstance(group, LogGroup):
             return group.reset(cursors)
         group.reset(self.events(pattern), cursors, t0, t1)
@@ -461,7 +476,7 @@ class Model:
 
     def forgets(self) -> Model:
         """What is left after a bus that keeps nothing was closed."""
-        return Model(self.slack_s, self.tenant)
+        return Model(self.slack_s, self.tenant, self.excused)
 
 
 def tenant_of(topic: str) -> str | None:
