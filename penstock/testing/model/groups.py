@@ -119,6 +119,8 @@ class Owed:
     due: Window = Window(0.0, 0.0)
     hand: Hand | None = None
     settled_at: float = 0.0
+    revived: bool = False
+    """It was a dead letter that was given back: its key had gone on without it."""
 
     @property
     def fresh(self) -> bool:
@@ -370,7 +372,8 @@ class Group:
             same_lane = held.topic == event.topic and held.partition == event.partition
             earlier = same_lane and held.offset < event.offset
             if self.options.order == "key":
-                if earlier and held.key == event.key is not None and not held.expiring(t1):
+                revived = other.revived or owed.revived
+                if earlier and held.key == event.key is not None and not held.expiring(t1) and not revived:
                     raise Contradiction(
                         'delivery.md: order="key" holds a key back until its event is settled',
                         f"{held.place} ({other.state}) before {event.place}", event.place,
@@ -400,7 +403,7 @@ class Group:
         """Whether finding B4 may have lost a priority: see `known.py`."""
         waiting = [owed.event for owed in self.owed.values() if owed.state == "waiting"]
         aged = any(event.ready.first < moment - 10.0 for event in waiting)
-        return aged or min(event.ready.first for event in events) <= self.disturbed_at
+        return aged or moment > 20.0 or min(event.ready.first for event in events) <= self.disturbed_at
 
     def must_hand(self, name: str, moment: float, patience_s: float = 0.0) -> Owed | None:
         """An event that this member must receive if it asks now; None when nothing is certain."""
@@ -477,6 +480,7 @@ class Group:
                 dying = hand is not None and moment >= hand.deadline.first
                 dying = dying and hand.attempt >= self.options.max_attempts  # type: ignore[union-attr]
                 taken = hand is not None and moment < hand.deadline.first
+                dying = dying or owed.made[1] >= self.options.max_attempts  # finding B21
                 least += not (dying or (owed.event.expiring(moment) and not taken))
             elif owed.state in ("unsure", "filtered"):
                 most += 1
@@ -491,11 +495,16 @@ class Group:
                     yield owed
             elif owed.state in ("waiting", "unsure") and owed.event.expiring(moment):
                 yield owed
+            elif owed.state == "waiting" and owed.made[1] >= self.options.max_attempts:
+                yield owed  # finding B21
 
     def listed(self, letters: Iterable[Any], moment: float) -> None:
         """What the list of its dead letters says."""
         found = {letter.id: letter for letter in letters}
         for owed in list(self.overdue(moment)):
+            before = self.letters.get(f"{owed.event.token}@{self.name}")
+            if before is not None and before.status == "dead":
+                continue  # it is that one, perhaps
             if f"{owed.event.token}@{self.name}" in found:
                 if owed.hand is not None:
                     owed.hand.state = "expired"
@@ -546,7 +555,7 @@ class Group:
         """An operator gave a dead letter back, with a new budget."""
         letter.status, letter.replays = "replayed", letter.replays + 1
         owed = self.owed[letter.event.place]
-        owed.state, owed.made = "waiting", (0, 0)
+        owed.state, owed.made, owed.revived = "waiting", (0, 0), True
         owed.due = Window(t0, t1 + self.slack_s)
         owed.settled_at = t1
 
@@ -604,7 +613,8 @@ class Group:
             for hand in member.hands:
                 hand.state = "closed"
             for owed in self.owed.values() if spare else ():
-                if owed.state == "waiting" and owed.made[1] + 1 < self.options.max_attempts:
+                last = self.options.max_attempts - ("B21" not in self.excused)
+                if owed.state == "waiting" and owed.made[1] < last:
                     owed.made = (owed.made[0], owed.made[1] + 1)  # leased, perhaps, and on its way
         self.active = None
         for owed in self.owed.values():
@@ -696,6 +706,8 @@ class LogGroup:
         self.pattern = pattern
         self.committed: dict[tuple[str, int], set[int]] = {}
         """Where it may stand; more than one place while the documents leave that open."""
+        self.before: dict[tuple[str, int], set[int]] = {}
+        """Where it stood before it was reset."""
         self.members: dict[str, dict[tuple[str, int], int]] = {}
         self.shifted: set[str] = set()
         """Members that may have lost partitions, or were reset, since they read."""
@@ -721,7 +733,7 @@ class LogGroup:
         starts = {max(first, each) for each in self.committed.get(lane, {0})}
         permitted = starts if place is None else {max(first, place)}
         if name in self.shifted:
-            permitted = permitted | starts
+            permitted = permitted | starts | self.before.get(lane, set())  # what was on its way
         if event.offset not in permitted:
             raise Contradiction(
                 f"consuming.md: log group {self.name} reads on in order, from its last commit",
@@ -745,6 +757,7 @@ class LogGroup:
     def reset(self, cursors: Mapping[tuple[str, int], int]) -> None:
         """It was sent to a place; who reads goes on from there."""
         for lane, cursor in cursors.items():
+            self.before[lane] = self.committed.get(lane, {0})
             self.committed[lane] = {cursor}
         self.shifted = {*self.members}
 

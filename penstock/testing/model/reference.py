@@ -17,6 +17,7 @@ from penstock.testing.model.groups import (
     Contradiction,
     Group,
     GroupOptions,
+    Letter,
     LogGroup,
     Place,
     Sent,
@@ -81,6 +82,8 @@ class Model:
         self.named: dict[tuple[str, str | uuid.UUID], Sent] = {}
         self.done_keys: set[str] = set()
         self.groups: dict[str, Group] = {}
+        self.left: dict[str, dict[str, Letter]] = {}
+        """Dead letters of groups that were deleted."""
         self.logs: dict[str, LogGroup] = {}
         self.routes: dict[tuple[str, str], Any] = {}
         self.recurring: dict[str, Recurring] = {}
@@ -319,7 +322,7 @@ class Model:
         group = self.groups.get(name)
         if group is None:
             group = self.groups[name] = Group(name, options, self.slack_s, self.excused)
-            group.disturbed_at = t1
+            group.disturbed_at, group.letters = t1, self.left.pop(name, {})
             for event in self.events(options.pattern):
                 if event.offset >= self._start(event.place[:2], options.start):
                     group.offer(event)
@@ -420,6 +423,10 @@ class Model:
         expect("groups.delete", {None} if there else {"UnknownGroup"}, error)
         self.logs.pop(name, None)
         group = self.groups.pop(name, None)
+        if group is not None:
+            self.left[name] = group.letters
+            for letter in group.letters.values():
+                letter.certain = False
         for member in group.members.values() if group is not None else ():
             for hand in member.hands:
                 hand.state = "closed"
@@ -468,7 +475,9 @@ class Model:
 
     def _restarted(self, t1: float, *, listeners: bool = True) -> None:
         for name in [name for name in self.groups if listeners and name.startswith("_")]:
-            del self.groups[name]  # listeners leave nothing behind
+            for member in self.groups.pop(name).members.values():  # listeners leave nothing behind
+                for hand in member.hands:
+                    hand.state = "closed"
         for sent in self.waiting:
             sent.due = Window(sent.due.first, max(sent.due.last, t1) + self.slack_s)
         for each in self.recurring.values():

@@ -77,7 +77,8 @@ class Driver:
                 await running
         except penstock.errors.PenstockError as caught:
             error = type(caught).__name__
-            self.lines[-1] = f"with contextlib.suppress(penstock.{error}):\n    {source}"
+            inner = source.replace("\n", "\n    ")
+            self.lines[-1] = f"with contextlib.suppress(penstock.{error}):\n    {inner}"
             self.names["error"] = caught
         self.ended = self.harness.now()
         return error
@@ -118,7 +119,7 @@ class Driver:
 
     async def _look(self) -> None:
         """Compare everything that operators see; an engine whose time is real may take a moment."""
-        end = self.harness.now() + (PATIENCE_S if self.harness.outlived else 0.0)
+        end = self.harness.now() + (PATIENCE_S if self.harness.outlived else 0.5)
         while True:
             try:
                 return await self._look_once()
@@ -201,6 +202,10 @@ class Driver:
         if "deliver_in_s" in event:
             sent.delayed = True
             options["deliver_at"] = f"bus.wall_us() / 1e6 + {event['deliver_in_s']}"
+        if sent.delayed and "M2" in self.model.excused:
+            sent.name = sent.token = None
+            options.pop("idempotency_key", None)
+            options.pop("token", None)
         receipt = self._new("r")
         error = await self.call(f"{receipt} = await bus.publish({topic!r}, {value}, {_options(options)})")
         t0, t1 = self.began, self.ended
@@ -321,6 +326,8 @@ class Driver:
             permitted = self.model.place_answers(self.model.lanes(options.pattern), options.start)
         expect("consuming.md: subscribe", permitted, error)
         if error is not None:
+            if "M1" in self.model.excused:
+                await self.call(f"await bus.groups.delete({group!r})")
             return
         self.model.joined(group, options, member, max_inflight, self.began, self.ended)
         self.seats.append(Seat(variable, group, member, client, options.mode == "log"))
