@@ -141,6 +141,7 @@ class Letter:
     """By when it is listed."""
     status: str = "dead"
     replays: int = 0
+    by_hand: bool = False
     certain: bool = True
     """False while the documents do not say whether it is listed."""
 
@@ -196,6 +197,7 @@ class Group:
         self.slack_s = slack_s
         self.excused = excused
         """Findings of `known.py` that are not held against the engine."""
+        self.restarted = False
         self.disturbed_at = 0.0
         """When it was made, a member left, or it came back from a restart."""
         self.members: dict[str, Member] = {}
@@ -403,7 +405,7 @@ class Group:
         """Whether finding B4 may have lost a priority: see `known.py`."""
         waiting = [owed.event for owed in self.owed.values() if owed.state == "waiting"]
         aged = any(event.ready.first < moment - 10.0 for event in waiting)
-        return aged or moment > 20.0 or min(event.ready.first for event in events) <= self.disturbed_at
+        return aged or self.restarted or moment > 20.0 or min(event.ready.first for event in events) <= self.disturbed_at
 
     def must_hand(self, name: str, moment: float, patience_s: float = 0.0) -> Owed | None:
         """An event that this member must receive if it asks now; None when nothing is certain."""
@@ -550,6 +552,7 @@ class Group:
         if owed.hand is not None:
             owed.hand.state = "fenced"
         self.bury(owed, reason, when, attempts=(0, owed.made[1]))
+        self.letters[f"{owed.event.token}@{self.name}"].by_hand = True
 
     def revive(self, letter: Letter, t0: float, t1: float) -> None:
         """An operator gave a dead letter back, with a new budget."""
@@ -666,8 +669,11 @@ class Group:
 
     def _timers_start_again(self, t0: float, t1: float) -> None:
         """Durations are stored: a wait that was under way may begin again, but is not cut short."""
-        self.disturbed_at = t1
+        self.restarted = True
         for owed in self.owed.values():
+            letter = self.letters.get(f"{owed.event.token}@{self.name}")
+            if "M4" in self.excused and letter is not None and letter.by_hand and owed.state == "dead":
+                owed.state, owed.due, letter.certain = "unsure", Window(t0, FOREVER), False
             if owed.state == "waiting" and owed.due.last > t0:
                 left = owed.due.last - t0
                 owed.due = Window(owed.due.first, t1 + left + self._longest_wait() + self.slack_s)

@@ -23,6 +23,7 @@ KNOWN = (
     Known("M1", ALL, "subscribe(start=offset) that is refused, since the offset is gone, leaves its group"),
     Known("M2", ALL, "idempotency keys and tokens of delayed events and of others do not know each other, and"
           " those of delayed events are known on all topics"),
+    Known("M4", ALL, "an event that was made a dead letter by hand while it waited is owed again after a restart"),
     Known("B20", ALL, "an event that was never delivered cannot be made a dead letter by hand"),
     Known("B16", ALL, "an event that expired on its way to a member is handed out;"
           " and the dead letter of an event that expired counts an attempt that nobody was given"),
