@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableSequence, Sequence
 
 from penstock.core.entry import FIRST_FENCE, Acked, Entry, GroupSpec, Leased, Retried
 from penstock.core.holdback import MAX_HELD_EVENTS, PRIORITY_WINDOW_EVENTS, KeyGate, Priorities
@@ -26,7 +26,9 @@ from penstock.core.lease import (
     Lease,
     Member,
     Run,
+    check_span,
     cut,
+    runs,
 )
 from penstock.core.ledger import AT_ONCE_MS
 
@@ -67,6 +69,8 @@ class QueueGroup:
         self.peek_priorities: Peek = lambda lane, start, count: None
         self.starved: Run | None = None
         """A run whose keys or priorities must be loaded before dispatch can go on."""
+        self.mark: Callable[[Lease], MutableSequence[int]] = lambda lease: [0]
+        """Gives a lease the place where its owner notes how far it was handed out."""
         self.leases: dict[int, Lease] = {}
         self.failures = [0] * (FENCED + 1)  # by state; a dispatcher lends all its groups one list
         self._entries: list[Entry] = []
@@ -80,17 +84,30 @@ class QueueGroup:
         self._checks: list[tuple[float, int]] = []
         self._dying: dict[tuple[Lane, int], int] = {}
         self._gate = KeyGate() if spec.order == "key" else None
-        self.blind = self._gate is None
-        """Whether events are handed out as they come, whatever their keys and priorities."""
         self._priorities = Priorities()
+        self._urgent: set[Lane] = set()
+        """Lanes that wait with events that may have priorities."""
+        self._later: dict[tuple[Lane, int], float] = {}
+        """When events whose keys are not known yet may come again."""
+        self._leased_before: deque[Run] = deque()
+        """Leased when the process died, and kept for their holders: their keys must be known first."""
+        self._unlooked: dict[tuple[Lane, int], bool] = {}
+        """Of these, each whose key is not known yet, and whether it still is in somebody's way."""
         self._absent: dict[str, Member] = {}
         """Who held something before a crash: it waits until they are back or its time is up."""
 
     # -- what comes in -------------------------------------------------------------------------
 
-    def lane(self, topic: str, partition: int, *, cursor: int, end: int) -> Lane:
-        """Start serving a partition from `cursor`."""
-        lane = self.lanes[topic, partition] = Lane(topic, partition, cursor, end)
+    @property
+    def blind(self) -> bool:
+        """Whether events are handed out as they come, whatever their keys and priorities."""
+        return self._gate is None and not self._urgent and not self._unseen
+
+    def lane(
+        self, topic: str, partition: int, *, cursor: int, end: int, urgent_to: int = 0
+    ) -> Lane:
+        """Start serving a partition from `cursor`; none from `urgent_to` on has a priority."""
+        lane = self.lanes[topic, partition] = Lane(topic, partition, cursor, end, urgent_to)
         self._queue(lane)
         return lane
 
@@ -98,10 +115,12 @@ class QueueGroup:
         """Events up to `end` may be handed out."""
         lane.end = max(lane.end, end)
         if prioritised:
-            lane.prioritised, self.blind = True, False
+            lane.urgent_to = max(lane.urgent_to, end)
         self._queue(lane)
 
     def _queue(self, lane: Lane) -> None:
+        if lane.urgent:
+            self._urgent.add(lane)
         if not lane.queued and lane.cursor < lane.end:
             lane.queued = True
             self._work.append(lane)
@@ -120,14 +139,9 @@ class QueueGroup:
         self._turn.remove(member)
         for lease in list(member.leases.values()):
             for index in range(lease.count):
-                if lease.states[index] != OUT:
-                    continue
-                if lease.handed(index):
+                if lease.states[index] == OUT and lease.handed(index):
                     self._fail(lease, index, RETURNED, now, 0.0, "the consumer left")
-                else:
-                    self._close(lease, index, RETURNED)
-                    run = Run(lease.lane, lease.start + index, 1, lease.attempt - 1)
-                    self._again(run, now, 0.0)
+            self._take_unhanded(lease, now)
 
     def ack(self, lease: Lease, index: int, now: float) -> None:
         """An event is done."""
@@ -168,21 +182,31 @@ class QueueGroup:
         reason: str = "nacked",
     ) -> None:
         """An event failed: again after `delay_s` or the ladder's step, or dead when out of attempts."""
+        check_span("delay_s", delay_s)
         self.check(lease, index, now)
         self._fail(lease, index, NACKED, now, delay_s, reason)
+
+    def give_back(self, lease: Lease, index: int, now: float) -> None:
+        """The member did not work on an event, or not to an end: again at once, no attempt counted."""
+        self.check(lease, index, now)
+        self._return(lease, index, 1, now)
 
     def reject(self, lease: Lease, index: int, now: float, reason: str = "rejected") -> None:
         """An event is hopeless: dead without further attempts."""
         self.check(lease, index, now)
         self._close(lease, index, REJECTED)
         self.failures[REJECTED] += 1
-        self._doom(lease.lane, lease.start + index, lease.attempt, reason)
+        self._doom(lease.lane, lease.start + index, lease.attempt, reason, lease.handed(index))
 
     def extend(self, lease: Lease, index: int, now: float, seconds: float | None = None) -> None:
         """The member is still at work on an event."""
+        check_span("seconds", seconds)
         self.check(lease, index, now)
         if index < len(lease.deadlines):
-            lease.deadlines[index] = now + (self.spec.lease_s if seconds is None else seconds)
+            deadline = now + (self.spec.lease_s if seconds is None else seconds)
+            if deadline < lease.deadlines[index]:  # sooner than it would be looked at
+                heapq.heappush(self._checks, (deadline, lease.fence))
+            lease.deadlines[index] = deadline
 
     def buried(self, lane: Lane, offset: int) -> None:
         """A doomed event is stored among the dead letters."""
@@ -234,19 +258,30 @@ class QueueGroup:
 
     def _tick(self, now: float) -> None:
         while self._retries and self._retries[0][0] <= now:
-            self._ready.append(heapq.heappop(self._retries)[2])
+            self._again_now(heapq.heappop(self._retries)[2])
         while self._checks and self._checks[0][0] <= now:
             fence = heapq.heappop(self._checks)[1]
             lease = self.leases.get(fence)
             if lease is None:
                 continue
-            for index in lease.expiring(now):
-                self._fail(lease, index, EXPIRED, now, None, "the lease ran out")
+            self._expire(lease, now)
             if lease.open:
                 due = lease.next_deadline()
                 heapq.heappush(
                     self._checks, (now + self.spec.lease_s if due is None else due, fence)
                 )
+
+    def _again_now(self, run: Run) -> None:
+        """Something may go out again, urgent things of its lane before it."""
+        urgent = self._gate is None and run.start < run.lane.urgent_to
+        (self._unseen if urgent else self._ready).append(run)
+
+    def _expire(self, lease: Lease, now: float) -> None:
+        for index in lease.expiring(now):
+            if lease.counted:
+                self._fail(lease, index, EXPIRED, now, None, "the lease ran out")
+            else:
+                self._return(lease, index, 1, now)
 
     def _next_member(self) -> Member | None:
         if self.spec.order == "single":
@@ -279,40 +314,76 @@ class QueueGroup:
 
     def _next_urgent(self, limit: int) -> Run | None:
         while self.starved is None and len(self._priorities) < PRIORITY_WINDOW_EVENTS:
-            lane = next((lane for lane in self._work if lane.prioritised), None)
-            if lane is None:
+            if self._unseen:
+                run = cut(self._unseen, PRIORITY_WINDOW_EVENTS)
+            elif self._urgent:
+                lane = next(lane for lane in self._work if lane.urgent)
+                ahead = lane.urgent_to - lane.cursor
+                run = self._advance(lane, min(PRIORITY_WINDOW_EVENTS, ahead))
+            else:
                 break
-            run = self._advance(lane, PRIORITY_WINDOW_EVENTS)
             if not self._compare(run):
                 break
         return self._priorities.pop(limit)
 
     def _compare(self, run: Run) -> bool:
-        priorities = self.peek_priorities(run.lane, run.start, run.count)
+        lane = run.lane
+        priorities = self.peek_priorities(lane, run.start, run.count)
         if priorities is None:
             self.starved = run
             return False
-        self._priorities.offer(run.lane, run.start, run.made, priorities)  # type: ignore[arg-type]
+        again = run.start < lane.looked_to
+        lane.looked_to = max(lane.looked_to, run.start + run.count)
+        self._priorities.offer(lane, run.start, run.made, priorities, again=again)  # type: ignore[arg-type]
         return True
 
     def _fill_gate(self, wanted: int) -> None:
         assert self._gate is not None
         ready = sum(run.count for run in self._ready)
         while ready < wanted and self._gate.held < MAX_HELD_EVENTS and self.starved is None:
-            run = self._pull(MAX_LEASE_EVENTS)
+            if self._leased_before:
+                run: Run | None = cut(self._leased_before, MAX_LEASE_EVENTS)
+            else:
+                run = self._pull(MAX_LEASE_EVENTS)
             if run is None:
                 return
             ready += self._through_gate(run)
 
     def _through_gate(self, run: Run) -> int:
+        """Let a run pass as far as its keys are free; returns how many events may go out now."""
         assert self._gate is not None
-        keys = self.peek_keys(run.lane, run.start, run.count)
+        lane = run.lane
+        keys = self.peek_keys(lane, run.start, run.count)
         if keys is None:
             self.starved = run
             return 0
-        free = self._gate.offer(run.lane, run.start, run.made, keys)  # type: ignore[arg-type]
-        self._ready += free
-        return sum(each.count for each in free)
+        if self._only_looked_at(run):
+            for offset, key in enumerate(keys, run.start):
+                if self._unlooked.pop((lane, offset), False):
+                    self._gate.occupy(lane, offset, key)  # type: ignore[arg-type]
+            return 0
+        free = self._gate.offer(lane, run.start, run.made, keys)  # type: ignore[arg-type]
+        return sum(map(self._free, free))
+
+    def _only_looked_at(self, run: Run) -> bool:
+        """Whether a run is leased out since before a crash, and only its keys are wanted."""
+        return (run.lane, run.start) in self._unlooked
+
+    def _free(self, run: Run) -> int:
+        """Nothing of their keys is in the way of these events; returns how many may go out now."""
+        if not self._later:
+            self._ready.append(run)
+            return run.count
+        ready = 0
+        for offset in range(run.start, run.start + run.count):
+            due = self._later.pop((run.lane, offset), None)
+            one = run._replace(start=offset, count=1)
+            if due is None:
+                self._ready.append(one)
+                ready += 1
+            else:
+                self._wait(one, due)
+        return ready
 
     def loaded(self) -> None:
         """What `starved` asked for can be peeked at now."""
@@ -326,21 +397,28 @@ class QueueGroup:
 
     def _pull(self, limit: int) -> Run | None:
         """The next events that were never handed out (or came back from recovery)."""
-        if self._unseen:
+        if self._gate is not None and self._unseen:
             return cut(self._unseen, limit)
         for lane in self._work:
-            # Prioritised lanes wait in `_priorities`, or for their priorities to be loaded.
-            if self._gate is not None or not lane.prioritised:
+            # Urgent lanes wait in `_priorities`, or for their priorities to be loaded.
+            if self._gate is not None or not lane.urgent:
                 return self._advance(lane, limit)
         return None
 
     def _advance(self, lane: Lane, limit: int) -> Run:
         run = Run(lane, lane.cursor, min(limit, lane.end - lane.cursor), 0)
-        lane.cursor += run.count
-        self._work.remove(lane)
-        lane.queued = False
-        self._queue(lane)  # at the back: lanes take turns
+        self._move(lane, lane.cursor + run.count)
         return run
+
+    def _move(self, lane: Lane, cursor: int) -> None:
+        """Go on in a lane from elsewhere; it waits at the back: lanes take turns."""
+        lane.cursor = cursor
+        if not lane.urgent:
+            self._urgent.discard(lane)
+        if lane.queued:
+            self._work.remove(lane)
+            lane.queued = False
+        self._queue(lane)
 
     def _lease(self, run: Run, member: Member, now: float) -> Lease:
         lease = Lease(self.fence, run, member)
@@ -377,14 +455,28 @@ class QueueGroup:
     def _fail(
         self, lease: Lease, index: int, state: int, now: float, delay_s: float | None, reason: str
     ) -> None:
+        exhausted = self.spec.retry.exhausted(lease.attempt)
+        if delay_s is None:
+            delay_s = 0.0 if exhausted else self.spec.retry.delay_s(lease.attempt)
+        offset = lease.start + index
         self._close(lease, index, state)
         self.failures[state] += 1
-        offset = lease.start + index
-        if self.spec.retry.exhausted(lease.attempt):
+        if exhausted:
             self._doom(lease.lane, offset, lease.attempt, reason)
-            return
-        delay = self.spec.retry.delay_s(lease.attempt) if delay_s is None else delay_s
-        self._again(Run(lease.lane, offset, 1, lease.attempt), now, delay)
+        else:
+            self._again(Run(lease.lane, offset, 1, lease.attempt), now, delay_s)
+
+    def _take_unhanded(self, lease: Lease, now: float) -> None:
+        """What of a lease is out returns; its consumer was never given it."""
+        unhanded = runs([index for index in range(lease.count) if lease.states[index] == OUT])
+        for first, count in zip(unhanded[::2], unhanded[1::2], strict=True):
+            self._return(lease, first, count, now)
+
+    def _return(self, lease: Lease, first: int, count: int, now: float) -> None:
+        """Neighbours of a lease come again at once; no attempt is counted."""
+        for index in range(first, first + count):
+            self._close(lease, index, RETURNED)
+        self._again(Run(lease.lane, lease.start + first, count, lease.attempt - 1), now, 0.0)
 
     def _again(self, run: Run, now: float, delay_s: float) -> None:
         lane = run.lane
@@ -398,15 +490,20 @@ class QueueGroup:
         self._retry_number += 1
         heapq.heappush(self._retries, (due, self._retry_number, run))
 
-    def _doom(self, lane: Lane, offset: int, attempts: int, reason: str) -> None:
-        self._dying[lane, offset] = attempts
-        self.doomed.append(Doomed(lane, offset, attempts, reason))
+    def _doom(
+        self, lane: Lane, offset: int, attempt: int, reason: str, handed: bool = True
+    ) -> None:
+        self._dying[lane, offset] = attempt
+        self.doomed.append(Doomed(lane, offset, attempt if handed else attempt - 1, reason))
 
     def _settled(self, lane: Lane, offset: int) -> None:
-        if self._gate is not None:
-            following = self._gate.settled(lane, offset)
-            if following is not None:
-                self._ready.append(following)
+        if self._gate is None:
+            return
+        if (lane, offset) in self._unlooked:
+            self._unlooked[lane, offset] = False
+        following = self._gate.settled(lane, offset)
+        if following is not None:
+            self._free(following)
 
     def unsettled(self) -> Iterable[Run]:
         """Every event handed out or waiting for another attempt, as runs."""
@@ -421,6 +518,6 @@ class QueueGroup:
         yield from self._priorities.waiting()
         if self._gate is not None:
             yield from self._gate.waiting()
-        if self.starved is not None:
+        if self.starved is not None and not self._only_looked_at(self.starved):
             yield self.starved
         yield from (run for _, _, run in self._retries)

@@ -17,6 +17,7 @@ from penstock.core.lease import Lane, Run
 MAX_HELD_EVENTS = 1_000_000
 # How far ahead of the cursor priorities are compared. Larger reorders more and holds more.
 PRIORITY_WINDOW_EVENTS = 8_192
+AGAIN = 1 << 62  # more events than a group ever looks at
 
 
 class KeyGate:
@@ -53,6 +54,13 @@ class KeyGate:
             else:
                 free.append(Run(lane, offset, 1, made))
         return free
+
+    def occupy(self, lane: Lane, offset: int, key: bytes | None) -> None:
+        """An event is out already: the others of its key wait for it."""
+        if key is not None:
+            slot = (id(lane), key)
+            self._keys[id(lane), offset] = slot
+            self._waiting.setdefault(slot, deque())
 
     def settled(self, lane: Lane, offset: int) -> Run | None:
         """An event is done for good; returns the next one of its key, if one waits."""
@@ -107,11 +115,14 @@ class Priorities:
     def __len__(self) -> int:
         return len(self._heap)
 
-    def offer(self, lane: Lane, start: int, made: int, priorities: Sequence[int]) -> None:
-        """Take events in."""
+    def offer(
+        self, lane: Lane, start: int, made: int, priorities: Sequence[int], *, again: bool = False
+    ) -> None:
+        """Take events in; those that come again go before others of their priority."""
         for offset, priority in enumerate(priorities, start):
             self._sequence += 1
-            heapq.heappush(self._heap, (-priority, self._sequence, Run(lane, offset, 1, made)))
+            turn = self._sequence - AGAIN if again else self._sequence
+            heapq.heappush(self._heap, (-priority, turn, Run(lane, offset, 1, made)))
 
     def pop(self, limit: int) -> Run | None:
         """The most urgent events that lie side by side, at most `limit`."""

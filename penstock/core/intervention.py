@@ -11,10 +11,13 @@ from collections import deque
 from penstock.core.delivery import QueueGroup
 from penstock.core.entry import Retried
 from penstock.core.lease import FENCED, OUT, REJECTED, Lane, Run
+from penstock.core.ledger import AT_ONCE_MS
 
 
 def withdraw(group: QueueGroup, lane: Lane, offset: int) -> None:
     """An event is settled by an operator: whoever holds it may no longer settle it."""
+    if offset >= lane.cursor:
+        _set_apart(group, lane, offset)
     for lease in list(group.leases.values()):
         index = offset - lease.start
         if lease.lane is lane and 0 <= index < lease.count and lease.states[index] == OUT:
@@ -27,12 +30,26 @@ def withdraw(group: QueueGroup, lane: Lane, offset: int) -> None:
     group._unseen = deque(part for run in group._unseen for part in run.without(lane, offset))
     group._priorities.withdraw(lane, offset)
     group._dying.pop((lane, offset), None)
+    group._later.pop((lane, offset), None)
     group.doomed = [each for each in group.doomed if (each.lane, each.offset) != (lane, offset)]
     if group.starved is not None and group.starved.holds(lane, offset):
         group._unseen.extendleft(reversed(group.starved.without(lane, offset)))
         group.starved = None
     if group._gate is None or not group._gate.withdraw(lane, offset):
         group._settled(lane, offset)
+
+
+def _set_apart(group: QueueGroup, lane: Lane, offset: int) -> None:
+    """An event that was never handed out leaves its lane; those before it keep their order."""
+    before = Run(lane, lane.cursor, offset - lane.cursor, 0)
+    lane.end = max(lane.end, offset + 1)
+    group._entries.append(
+        Retried(group.name, lane.topic, lane.partition, offset, 1, 0, AT_ONCE_MS)
+    )
+    group._move(lane, offset + 1)
+    if before.count:
+        plain = group._gate is None and before.start >= lane.urgent_to
+        (group._ready if plain else group._unseen).append(before)
 
 
 def revive(group: QueueGroup, lane: Lane, offset: int, now: float) -> None:
@@ -60,6 +77,10 @@ def reset(group: QueueGroup, lane: Lane, offset: int) -> None:
     heapq.heapify(group._retries)
     group._ready = deque(run for run in group._ready if run.lane is not lane)
     group._unseen = deque(run for run in group._unseen if run.lane is not lane)
+    group._leased_before = deque(run for run in group._leased_before if run.lane is not lane)
+    for places in (group._unlooked, group._later):
+        for place in [place for place in places if place[0] is lane]:
+            del places[place]  # type: ignore[attr-defined]
     group._dying = {place: made for place, made in group._dying.items() if place[0] is not lane}
     group.doomed = [doomed for doomed in group.doomed if doomed.lane is not lane]
     if group.starved is not None and group.starved.lane is lane:
@@ -68,8 +89,5 @@ def reset(group: QueueGroup, lane: Lane, offset: int) -> None:
     if group._gate is not None:
         group._gate.forget(lane)
     lane.known = max(lane.known, lane.cursor)
-    lane.cursor = offset
-    if lane.queued and lane.cursor >= lane.end:
-        group._work.remove(lane)
-        lane.queued = False
-    group._queue(lane)
+    lane.looked_to = 0
+    group._move(lane, offset)

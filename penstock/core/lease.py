@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import MutableSequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.model.errors import AlreadySettled, DeliveryError, Fenced, LeaseExpired
+from penstock.model.errors import (
+    AlreadySettled,
+    DeliveryError,
+    Fenced,
+    InvalidInput,
+    LeaseExpired,
+)
 
 if TYPE_CHECKING:
     from penstock.core.delivery import QueueGroup
@@ -19,15 +26,18 @@ EXPIRED = 3
 REJECTED = 4
 RETURNED = 5  # the member left
 FENCED = 6  # the group was reset under it
+MAX_SPAN_S = 366 * 86_400.0  # of a lease, a delay or a step: nobody waits longer than a year
 STATES = ("dispatched", "acked", "nacked", "expired", "rejected", "returned", "fenced")
 
 
 class Lane:
     """One partition as one group sees it."""
 
-    __slots__ = ("cursor", "end", "known", "partition", "prioritised", "queued", "topic")
+    __slots__ = ("cursor", "end", "known", "looked_to", "partition", "queued", "topic", "urgent_to")
 
-    def __init__(self, topic: str, partition: int, cursor: int, end: int) -> None:
+    def __init__(
+        self, topic: str, partition: int, cursor: int, end: int, urgent_to: int = 0
+    ) -> None:
         self.topic = topic
         self.partition = partition
         self.cursor = cursor
@@ -37,7 +47,15 @@ class Lane:
         self.known = 0
         """What lies before it the group had before an operator gave it something again."""
         self.queued = False
-        self.prioritised = False
+        self.urgent_to = urgent_to
+        """Behind the last event that may have a priority."""
+        self.looked_to = 0
+        """Behind the last event whose priority was compared with others."""
+
+    @property
+    def urgent(self) -> bool:
+        """Whether some of what was never handed out may have a priority."""
+        return self.cursor < self.urgent_to
 
     def __repr__(self) -> str:
         return f"Lane({self.topic}/{self.partition} {self.cursor}..{self.end})"
@@ -62,6 +80,22 @@ class Run(NamedTuple):
         before = self._replace(count=offset - self.start)
         after = self._replace(start=offset + 1, count=self.start + self.count - offset - 1)
         return [part for part in (before, after) if part.count]
+
+
+def check_span(name: str, seconds: object) -> None:
+    """Raise InvalidInput when a delay or an extension is no length of time.
+
+    >>> check_span("delay_s", 1.5)
+    """
+    if seconds is None:
+        return
+    number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not number or not 0 <= seconds <= MAX_SPAN_S:  # type: ignore[operator]
+        raise InvalidInput(
+            f"{name} is {seconds!r}, which is no time to wait; the event was left as it is. Give seconds "
+            f"from 0 to {MAX_SPAN_S:g}",
+            field=name,
+        )
 
 
 def cut(queue: deque[Run], limit: int) -> Run:
@@ -141,7 +175,8 @@ class Lease:
     """A run of events held by one member. Its number, the fence, only ever grows in a group."""
 
     __slots__ = (
-        "attempt", "count", "deadlines", "dirty", "fence", "lane", "member", "open", "start", "states"
+        "attempt", "counted", "count", "deadlines", "dirty", "fence", "lane", "mark", "member", "open",
+        "start", "states",
     )  # fmt: skip
 
     def __init__(self, fence: int, run: Run, member: Member) -> None:
@@ -157,6 +192,10 @@ class Lease:
         """When each event handed to the consumer so far must be settled; handed out in order."""
         self.dirty: list[int] = []
         """Acked since the last journal entry about this lease."""
+        self.counted = True
+        """False where it is known that a consumer was given none of it: its end costs no attempt."""
+        self.mark: MutableSequence[int] | None = None
+        """Where it is noted, for the time after a crash, how far it was handed out."""
 
     def hand(self, index: int, deadline: float) -> None:
         """The consumer got an event; until then it cannot expire."""

@@ -8,13 +8,21 @@ only lost its connection. They are part of the machine (penstock.core.delivery) 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from penstock.core.delivery import MAX_LEASE_EVENTS, QueueGroup
+from penstock.core.entry import Retried
 from penstock.core.lease import OUT, RETURNED, Lane, Lease, Member, Run, runs
-from penstock.core.ledger import AT_ONCE_MS, Ledger
+from penstock.core.ledger import AT_ONCE_MS, Ledger, Open
 
 BACK_WITHOUT = "its consumer came back without it"
+Handed = Callable[[int, int, int], Sequence[tuple[int, int]] | None]
+"""Of the events from start to stop that were leased for this attempt, the stretches that a consumer
+was handed; None when that is not known."""
+
+
+def _unknown(start: int, stop: int, attempt: int) -> None:
+    """Nothing was noted."""
 
 
 def ledgers(group: QueueGroup, now: float) -> dict[tuple[str, int], Ledger]:
@@ -22,9 +30,13 @@ def ledgers(group: QueueGroup, now: float) -> dict[tuple[str, int], Ledger]:
     waits = {id(run): due - now for due, _, run in group._retries}
     ledgers = {place: Ledger(lane.cursor) for place, lane in group.lanes.items()}
     for run in sorted(group.unsettled(), key=lambda run: run.start):
-        delay_ms = max(0, round(waits.get(id(run), 0.0) * 1_000))
         ledger = ledgers[run.lane.topic, run.lane.partition]
+        delay_ms = max(0, round(waits.get(id(run), 0.0) * 1_000))
         ledger.retried(run.start, run.count, run.made, delay_ms)
+        for offset in range(run.start, run.start + run.count if group._later else 0):
+            due = group._later.get((run.lane, offset), now)
+            if due > now:
+                ledger.retried(offset, 1, run.made, round((due - now) * 1_000))
     return ledgers
 
 
@@ -36,41 +48,82 @@ def restore(
     end: int,
     now: float,
     hold_s: float = 0.0,
+    handed: Handed = _unknown,
+    urgent_to: int = 0,
 ) -> Lane:
     """Take up a lane where a ledger says it stood.
 
     What was leased when the process died comes again at once, or after `hold_s`: until then
-    its holder may come back and `adopt` it.
+    its holder may come back and `adopt` it. An attempt is counted for what a consumer was `handed`.
     """
-    lane = group.lane(topic, partition, cursor=ledger.high, end=max(end, ledger.high))
+    lane = group.lane(
+        topic, partition, cursor=ledger.high, end=max(end, ledger.high), urgent_to=urgent_to
+    )
     for run in ledger.open():
-        if hold_s and run.made and not run.delay_ms and group._gate is None:
-            held = Run(lane, run.start, run.stop - run.start, run.made - 1)
-            _park(group, held, run.holder, now + hold_s)
+        if run.delay_ms or not run.made:
+            _wait(group, Run(lane, run.start, run.stop - run.start, run.made), run.delay_ms, now)
             continue
-        if group.spec.retry.exhausted(run.made):
-            for offset in range(run.start, run.stop):
-                group._doom(lane, offset, run.made, "out of attempts when the bus stopped")
-            continue
-        again = Run(lane, run.start, run.stop - run.start, run.made)
-        if group._gate is not None:
-            group._unseen.append(again)  # in offset order, so that keys keep theirs
-        elif run.delay_ms > AT_ONCE_MS:
-            group._wait(again, now + run.delay_ms / 1_000)
-        else:
-            group._ready.append(again)
+        for start, stop, given in _parts(run, handed(run.start, run.stop, run.made)):
+            leased = Run(lane, start, stop - start, run.made - 1)
+            if hold_s:
+                _park(group, leased, run.holder, now + hold_s, given=given)
+                continue
+            again = leased._replace(made=run.made) if given else leased
+            group._entries.append(
+                Retried(group.name, topic, partition, start, again.count, again.made, AT_ONCE_MS)
+            )
+            _wait(group, again, AT_ONCE_MS, now)
     return lane
 
 
-def _park(group: QueueGroup, run: Run, holder: str, until: float) -> None:
+def _parts(run: Open, handed: Sequence[tuple[int, int]] | None) -> Iterator[tuple[int, int, bool]]:
+    """The stretches of a run, and whether each was handed out; all of it when that is not known."""
+    if handed is None:
+        handed = [(run.start, run.stop)]
+    at = run.start
+    for start, stop in handed:
+        if at < start:
+            yield at, start, False
+        yield start, stop, True
+        at = stop
+    if at < run.stop:
+        yield at, run.stop, False
+
+
+def _wait(group: QueueGroup, run: Run, delay_ms: int, now: float) -> None:
+    """Let events wait for their next attempt, if they have one left."""
+    offsets = range(run.start, run.start + run.count)
+    due = now + delay_ms / 1_000 if delay_ms > AT_ONCE_MS else None
+    if group.spec.retry.exhausted(run.made):
+        for offset in offsets:
+            group._doom(run.lane, offset, run.made, "out of attempts when the bus stopped")
+    elif group._gate is not None:
+        group._unseen.append(run)  # in offset order, so that keys keep theirs
+        if due is not None:
+            group._later.update(((run.lane, offset), due) for offset in offsets)
+    elif due is not None:
+        group._wait(run, due)
+    else:
+        group._again_now(run)
+
+
+def _park(group: QueueGroup, run: Run, holder: str, until: float, *, given: bool) -> None:
     absent = group._absent.setdefault(holder, Member(holder, 0))
     for start in range(run.start, run.start + run.count, MAX_LEASE_EVENTS):
         count = min(MAX_LEASE_EVENTS, run.start + run.count - start)
         lease = Lease(group.fence, run._replace(start=start, count=count), absent)
         group.fence += 1
         lease.deadlines = [until] * count
+        lease.counted = given
+        if given:
+            group.mark(lease)[0] = start + count
         group.leases[lease.fence] = absent.leases[lease.fence] = lease
         heapq.heappush(group._checks, (until, lease.fence))
+    if group._gate is not None:
+        group._leased_before.append(run)
+        group._unlooked.update(
+            ((run.lane, offset), True) for offset in range(run.start, run.start + run.count)
+        )
 
 
 def adopt(
@@ -101,18 +154,23 @@ def adopt(
 def release(group: QueueGroup, now: float, holder: str | None = None) -> None:
     """This holder, or all, are back: what they did not adopt comes again at once.
 
-    It counts as an attempt: nobody can tell whether it was in somebody's hands.
+    It counts as an attempt where it was handed out, or where that is not known.
     """
     for parked in _parked(group, group._absent if holder is None else (holder,)):
-        for index in range(parked.count):
+        for index in range(parked.count if parked.counted else 0):
             if parked.states[index] == OUT:
                 group._fail(parked, index, RETURNED, now, 0.0, BACK_WITHOUT)
+        group._take_unhanded(parked, now)
 
 
 def take_back(
-    group: QueueGroup, member: Member, kept: Mapping[int, Collection[int]], now: float
+    group: QueueGroup,
+    member: Member,
+    kept: Mapping[int, Collection[int]],
+    now: float,
+    reason: str = BACK_WITHOUT,
 ) -> None:
-    """A member is back and has these events, by lease: whatever else it was leased comes again at once.
+    """A member has these events, by lease, and no more: whatever else it was leased comes again at once.
 
     That is also what was on its way to it, so that nothing overtakes what was lost. Only what it said it
     had costs an attempt.
@@ -123,12 +181,10 @@ def take_back(
         if lost:
             lane.known = max(lane.known, lane.cursor)
         for index in filter(lease.handed, lost):
-            group._fail(lease, index, RETURNED, now, 0.0, BACK_WITHOUT)
-        unseen = runs([index for index in lost if not lease.handed(index)])
-        for first, count in zip(unseen[::2], unseen[1::2], strict=True):
-            for index in range(first, first + count):
-                group._close(lease, index, RETURNED)
-            group._again(Run(lane, lease.start + first, count, lease.attempt - 1), now, 0.0)
+            group._fail(lease, index, RETURNED, now, 0.0, reason)
+        unhanded = runs([index for index in lost if not lease.handed(index)])
+        for first, count in zip(unhanded[::2], unhanded[1::2], strict=True):
+            group._return(lease, first, count, now)
 
 
 def _parked(group: QueueGroup, holders: Iterable[str]) -> list[Lease]:

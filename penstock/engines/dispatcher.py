@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import chain
 
 from penstock.core import intervention
@@ -11,12 +12,13 @@ from penstock.core.delivery import MAX_LEASE_EVENTS, QueueGroup
 from penstock.core.entry import Entry, GroupSpec
 from penstock.core.lease import OUT, STATES, Lane, Lease, Run
 from penstock.core.quota import AdmissionLimits
-from penstock.core.takeup import adopt, release, take_back
+from penstock.core.takeup import BACK_WITHOUT, adopt, release, take_back
 from penstock.core.window import Windows
 from penstock.engines.coldline import ColdLines
-from penstock.engines.handle import Inbox, LeasedBatch, Stretch
+from penstock.engines.handle import TIME_TO_LIVE, Inbox, LeasedBatch, Stretch
 from penstock.engines.runtime import Runtime
 from penstock.log.eventlog import EventLog, InMemory
+from penstock.log.handovers import Handovers
 from penstock.model.batch import EventBatch
 from penstock.model.errors import Fenced, OffsetExpired, PenstockError
 
@@ -28,6 +30,7 @@ class Dispatcher:
         self,
         log: EventLog,
         runtime: Runtime,
+        handovers: Handovers,
         limits: AdmissionLimits,
         *,
         hurry: Callable[[], None],
@@ -42,6 +45,7 @@ class Dispatcher:
         """Nothing more is leased: the process is about to end."""
         self._log = log
         self._runtime = runtime
+        self._handovers = handovers
         self._hurry = hurry
         self._mention = mention
         self._bury = bury
@@ -65,7 +69,12 @@ class Dispatcher:
         group.peek_keys = self._peek_keys
         group.peek_priorities = self._peek_priorities
         group.failures = self.failures
+        group.mark = partial(self._handovers.mark, name)
         return group
+
+    def forget_handed(self, group: QueueGroup) -> None:
+        """A group is somewhere else: what consumers were handed before does not count there."""
+        self._handovers.forget(group.name)
 
     def remove(self, name: str, error: PenstockError) -> None:
         """A group is gone: its members hear why, and what they hold is nobody's.
@@ -76,6 +85,7 @@ class Dispatcher:
         self._news.pop(name, None)
         self._soon.discard(name)
         if gone is not None:
+            self.forget_handed(gone)
             for lane in gone.lanes.values():
                 intervention.reset(gone, lane, lane.end)
         if name in self._alarms:
@@ -118,14 +128,16 @@ class Dispatcher:
             release(group, self._runtime.now(), None if alone else member.id)
             self.touched(group)
 
-    def take_back(self, inbox: Inbox, kept: Iterable[Stretch]) -> None:
-        """A member is back with no more than this of what it was leased."""
+    def take_back(
+        self, inbox: Inbox, kept: Iterable[Stretch], reason: str = BACK_WITHOUT
+    ) -> None:
+        """A member has no more than this of what it was leased."""
         group, member = inbox.group, inbox.member
         has: dict[int, set[int]] = {}
         for each in kept:
             indices = range(each.shift, each.shift + each.count)
             has.setdefault(each.lease.fence, set()).update(indices)
-        take_back(group, member, has, self._runtime.now())
+        take_back(group, member, has, self._runtime.now(), reason)
         self.touched(group)
 
     def _leave(self, inbox: Inbox) -> None:
@@ -251,7 +263,8 @@ class Dispatcher:
                 self._drop_expired(group, lease, batch)
             if group.spec.filter:
                 self._filter(group, lease, batch)
-            inbox.put(LeasedBatch(group, lease, batch, self._runtime.now, self.touched))
+            runtime = self._runtime
+            inbox.put(LeasedBatch(group, lease, batch, runtime.now, self.touched, runtime.wall_us))
 
     def _drop_expired(self, group: QueueGroup, lease: Lease, batch: EventBatch) -> None:
         now_us, now = self._runtime.wall_us(), self._runtime.now()
@@ -259,7 +272,7 @@ class Dispatcher:
         for index, expires in enumerate(batch.expires.tolist()):
             at = batch.base_offset + index - lease.start
             if 0 < expires <= now_us and lease.states[at] == OUT:
-                group.reject(lease, at, now, "its time to live was over")
+                group.reject(lease, at, now, TIME_TO_LIVE)
                 self.touched(group)
 
     def _filter(self, group: QueueGroup, lease: Lease, batch: EventBatch) -> None:

@@ -48,6 +48,7 @@ from penstock.engines.timekeeper import Timekeeper
 from penstock.engines.topics import Topics
 from penstock.engines.views import known_partition
 from penstock.log.disk import Disk, Lock, read_file, write_file
+from penstock.log.handovers import Handovers
 from penstock.log.journal import Journal
 from penstock.log.recovery import Recovered, open_for_writing
 from penstock.model.batch import EventBatch
@@ -140,9 +141,11 @@ class EmbeddedEngine:
         layout = Layout(self.log, self.fold, tokens, self.settings.media, self.runtime.wall_us)
         self.layout = layout
         self.graveyard = Graveyard(self)
+        self.handovers = Handovers(self.disk, found.epoch)
         self.dispatcher = Dispatcher(
             self.log,
             self.runtime,
+            self.handovers,
             self.admission.limits,
             hurry=self._hurry,
             mention=self._mention,
@@ -168,6 +171,7 @@ class EmbeddedEngine:
         ]
         with contextlib.suppress(DiskFull):  # then they end with the next life
             await self.intake.submit([], entries=ended)
+            self.handovers.begin(found.epoch + 1)
         for group in list(self.dispatcher.groups.values()):
             self.dispatcher.pump(group)
         # Before anybody publishes: a side file is written before the entry that names it.

@@ -50,6 +50,8 @@ class Groups:
                 del engine.state.groups[name]
                 continue
             self._start(name, group)
+        for machine in engine.dispatcher.groups.values():
+            gone += machine.drain()  # what of their leases counts as an attempt
         return gone
 
     def _start(self, name: str, group: GroupState) -> QueueGroup | LogGroup:
@@ -66,8 +68,11 @@ class Groups:
         now = engine.runtime.now()
         hold_s = engine.lease_hold_s if engine.state.sessions else 0.0
         for (topic, partition), ledger in group.ledgers.items():
-            end = engine.log.partition(topic, partition).end
-            restore(machine, topic, partition, ledger, end, now, hold_s)
+            log = engine.log.partition(topic, partition)
+            handed = engine.handovers.handed(name, topic, partition)
+            restore(
+                machine, topic, partition, ledger, log.end, now, hold_s, handed, log.urgent_to
+            )
         group.ledgers = {}  # the machine knows better from now on
         return machine
 
@@ -249,9 +254,9 @@ class Groups:
         if name in self.logs:
             self.logs[name].state.cursors[place] = offset
         else:
-            end = self._engine.log.partition(*place).end
+            log = self._engine.log.partition(*place)
             machine = self._engine.dispatcher.groups[name]
-            machine.lane(*place, cursor=offset, end=max(end, offset))
+            machine.lane(*place, cursor=offset, end=max(log.end, offset), urgent_to=log.urgent_to)
         return LaneSet(name, *place, offset)
 
     def _lanes_changed(self, name: str) -> None:
@@ -334,6 +339,7 @@ class Groups:
                     log.reset(place, offset)
                 elif machine is not None:
                     intervention.reset(machine, machine.lanes[place], offset)
+                    self._engine.dispatcher.forget_handed(machine)
             return [*written, *extra]
 
         await self._engine.intake.submit([], when_taken=entries, brings_news=True)

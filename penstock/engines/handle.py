@@ -12,6 +12,8 @@ from penstock.model.batch import EventBatch
 from penstock.model.errors import BusClosed, PenstockError
 from penstock.model.event import Event
 
+TIME_TO_LIVE = "its time to live was over"
+
 
 class Stretch:
     """Neighbours of one lease in the hands of a consumer; `index` counts from the first of them.
@@ -66,6 +68,37 @@ class Stretch:
         """More time."""
         self.group.extend(self.lease, index + self.shift, self.now(), seconds)
 
+    def give_back(self, index: int) -> None:
+        """Again, at once: it was not worked on, or not to an end, and no attempt is counted."""
+        lease, at = self.lease, index + self.shift
+        self.group.give_back(lease, at, self.now())
+        if lease.mark is not None and lease.states.count(OUT, 0, len(lease.deadlines)) == 0:
+            lease.mark[0] = 0
+        self._touched(self.group)
+
+    def handed(self, start: int, stop: int) -> None:
+        """The consumer is given these events: their leases run from now."""
+        lease, shift = self.lease, self.shift
+        deadline = self.now() + self.group.spec.lease_s
+        first, last = max(shift + start, len(lease.deadlines)), shift + stop
+        if first < last:
+            lease.hand(first, deadline)
+            lease.deadlines += [deadline] * (last - first - 1)
+        elif start < stop and not lease.handed(last - 1):  # later events of the lease came before
+            for index in range(shift + start, last):
+                if not lease.handed(index):
+                    lease.deadlines[index] = deadline
+        self._note(last)
+
+    def _note(self, stop: int) -> None:
+        """Keep for the time after a crash how far the lease was handed out."""
+        lease = self.lease
+        mark = lease.mark
+        if mark is None:
+            mark = lease.mark = self.group.mark(lease)
+        if mark[0] < lease.start + stop:
+            mark[0] = lease.start + stop
+
     def reject(self, index: int, reason: str) -> None:
         """Dead."""
         self.group.reject(self.lease, index + self.shift, self.now(), reason)
@@ -75,7 +108,7 @@ class Stretch:
 class LeasedBatch(Stretch):
     """A stretch of one lease that lies in one batch, with its events."""
 
-    __slots__ = ("_events", "_next", "batch")
+    __slots__ = ("_events", "_next", "_wall_us", "batch")
 
     def __init__(
         self,
@@ -84,9 +117,11 @@ class LeasedBatch(Stretch):
         batch: EventBatch,
         now: Callable[[], float],
         touched: Callable[[QueueGroup], None],
+        wall_us: Callable[[], int],
     ) -> None:
         super().__init__(group, lease, batch.base_offset - lease.start, batch.count, now, touched)
         self.batch = batch
+        self._wall_us = wall_us
         self._next = 0
         self._events: list[Event] | None = None
 
@@ -107,11 +142,21 @@ class LeasedBatch(Stretch):
             index = self._next + self.shift
             self._next += 1
             # Others were filtered out, expired or returned before they could be handed over.
-            if lease.states[index] == OUT:
-                lease.hand(index, self.now() + self.group.spec.lease_s)
-                return event
+            if lease.states[index] != OUT or self._is_over(event):
+                continue
+            lease.hand(index, self.now() + self.group.spec.lease_s)
+            self._note(index + 1)
+            return event
         self._events = None
         return None
+
+    def _is_over(self, event: Event) -> bool:
+        """Whether the time to live of an event has passed; it is a dead letter then."""
+        expires = self.batch.expires
+        if expires is None or not 0 < expires[event.index] <= self._wall_us():
+            return False
+        self.reject(event.index, TIME_TO_LIVE)
+        return True
 
     def fresh(self, skip: Sequence[int]) -> int:
         """How many of its events, without some, the group gets for the first time."""

@@ -127,6 +127,13 @@ class Disk(Protocol):
         """Room left on the device."""
         ...
 
+    def shared(self, path: str, size: int) -> memoryview:
+        """A file of this size as memory: what is written there outlives the process, not the machine.
+
+        Zeros when there was no such file, and where there is no room for one.
+        """
+        ...
+
     def lock(self) -> Lock:
         """Become the one writer of this folder, or raise FolderLocked naming the holder."""
         ...
@@ -353,6 +360,18 @@ class RealDisk:
     def free_bytes(self) -> int:
         status = os.statvfs(self.root)
         return status.f_bavail * status.f_frsize
+
+    def shared(self, path: str, size: int) -> memoryview:
+        try:
+            descriptor = os.open(self.root / path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+            try:
+                # A page that the disk has no room for would end the process when it is written.
+                os.posix_fallocate(descriptor, 0, size)
+                return memoryview(mmap.mmap(descriptor, size))
+            finally:
+                os.close(descriptor)
+        except OSError:
+            return memoryview(bytearray(size))
 
     def lock(self) -> RealLock:
         path = self.root / "lock"

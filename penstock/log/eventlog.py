@@ -73,6 +73,7 @@ class PartitionLog:
         "positions",
         "recent",
         "times",
+        "urgent_to",
     )
 
     def __init__(self, end: int = 0) -> None:
@@ -83,6 +84,8 @@ class PartitionLog:
         self.floor = 0
         """Offsets below belong to a deleted topic of the same name."""
         self.last_time_us = 0
+        self.urgent_to = 0
+        """Behind the last event that may have a priority."""
         self.bases = array("q")
         self.times = array("q")
         self.files = array("Q")
@@ -98,6 +101,8 @@ class PartitionLog:
         self.positions.append(position)
         self.inners.append(inner)
         self.end = head.base_offset + head.count
+        if head.urgent:
+            self.urgent_to = self.end
         self.next = max(self.next, self.end)
         self.last_time_us = max(self.last_time_us, head.append_time_us)
 
@@ -164,6 +169,8 @@ class EventLog:
             if sealed:
                 log.end = log.next = sealed[-1][1].last_offset + 1
                 log.last_time_us = sealed[-1][1].last_time_us
+                urgent = (each.last_offset + 1 for _, each in sealed if each.urgent is not False)
+                log.urgent_to = max(urgent, default=0)
         return log
 
     def remember(self, batch: EventBatch, log: PartitionLog) -> None:

@@ -177,6 +177,9 @@ class MemoryDisk:
     def sync_dir(self, folder: str) -> None:
         self._tree.folder(folder)
 
+    def shared(self, path: str, size: int) -> memoryview:
+        return memoryview(bytearray(size))  # nothing here outlives the process
+
     def free_bytes(self) -> int:
         return max(0, self.capacity_bytes - self._used_bytes)
 

@@ -63,6 +63,8 @@ class Range(msgspec.Struct, frozen=True, array_like=True):
     payload_bytes: int
     event_bytes: int
     content: bytes
+    urgent: bool | None = None
+    """Whether some of its events have a priority; segments of older releases do not say."""
 
     @property
     def rows(self) -> int:
@@ -247,6 +249,7 @@ class RangeBuilder:
         firsts = offsets[starts].tolist()
         cuts = bounds.tolist()
         tenant = record.column("tenant")
+        urgent = _urgent(record, starts)
         for index, start in enumerate(cuts[:-1]):
             stop = cuts[index + 1]
             self._add(
@@ -254,7 +257,7 @@ class RangeBuilder:
                     topics[index], partitions[index], firsts[index],
                     firsts[index] + stop - start - 1, lowest[index], highest[index],
                     self._rows + start, _distinct(tenant, start, stop), payloads[index],
-                    sizes[index], b"",
+                    sizes[index], b"", urgent[index],
                 ),
                 rows, start, stop,
             )  # fmt: skip
@@ -271,6 +274,7 @@ class RangeBuilder:
                 tenants=sorted({*last.tenants, *part.tenants}),
                 payload_bytes=last.payload_bytes + part.payload_bytes,
                 event_bytes=last.event_bytes + part.event_bytes,
+                urgent=bool(last.urgent or part.urgent),
             )
         else:
             self._close()
@@ -309,6 +313,16 @@ def _cuts(record: pa.RecordBatch, offsets: Any, times: Any) -> Any:
         cut[1:] |= values[1:] != values[:-1]
     cut[1:] |= offsets[1:] != offsets[:-1] + 1
     return np.append(np.flatnonzero(cut), record.num_rows)
+
+
+def _urgent(record: pa.RecordBatch, starts: Any) -> list[bool]:
+    """Of the rows from each of these to the next, whether some have a priority."""
+    column = record.column("priority")
+    if column.null_count == record.num_rows:
+        return [False] * len(starts)
+    priorities = column.fill_null(0).to_numpy()
+    found: list[bool] = np.logical_or.reduceat(priorities > 0, starts).tolist()
+    return found
 
 
 def _distinct(names: pa.DictionaryArray, start: int, stop: int) -> list[str]:

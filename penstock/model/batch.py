@@ -298,6 +298,11 @@ class EventBatch:
         return self.base_offset + self.count
 
     @property
+    def urgent(self) -> bool:
+        """Whether some of its events may have a priority."""
+        return self.priority is not None
+
+    @property
     def size_bytes(self) -> int:
         """What the columns take, payload in a side file included."""
         return len(self.body()) + self.side_bytes

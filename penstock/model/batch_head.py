@@ -43,6 +43,11 @@ class BatchHead(NamedTuple):
     compressor: str
     body_at: int
 
+    @property
+    def urgent(self) -> bool:
+        """Whether some of its events may have a priority."""
+        return bool(self.flags & PRIORITY)
+
     @classmethod
     def parse(cls, view: memoryview) -> BatchHead:
         """Read the head of an encoded batch."""

@@ -36,7 +36,6 @@ MAX_CODEC_BYTES = 255  # a batch has one byte for its length
 MAX_PATTERNS = 1_024  # of one client or group: each is a place in the routing tree
 MAX_LADDER_STEPS = 1_000  # as many as there can be attempts
 MIN_LEASE_S = 0.001  # leases are looked at this often; a shorter one would keep the loop busy
-MAX_SPAN_S = 366 * 86_400.0  # of a lease, a delay or a step: nobody waits longer than a year
 MAX_HEARTBEAT_S = 3_600.0  # as in `client.heartbeat_s`: a client cannot ask to be silent for ever
 INT64 = (-(1 << 63), (1 << 63) - 1)
 RANGES = {"times_us": INT64, "expires_us": INT64, "priority": (0, 255)}
@@ -106,12 +105,6 @@ def wanted_by(wish: Subscribe, identity: Identity) -> Wanted:
         for each in wish.log_held
     }
     return Wanted(wish.group, wish.spec, wish.member, wish.max_inflight, identity, handed)
-
-
-def check_span(seconds: float | None) -> None:
-    """Raise InvalidInput when a delay or an extension is no length of time."""
-    if seconds is not None and not 0 <= seconds <= MAX_SPAN_S:
-        raise InvalidInput(f"{seconds} s is no time to wait: 0 to {MAX_SPAN_S:g} s are allowed")
 
 
 def check_transaction_key(key: bytes) -> None:

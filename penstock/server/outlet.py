@@ -15,7 +15,6 @@ from penstock.engines.engine import Subscribe as Wanted
 from penstock.engines.handle import Inbox, LeasedBatch, Stretch
 from penstock.engines.logreader import LogReader
 from penstock.model.errors import DeliveryError, InvalidInput, LeaseExpired, PenstockError
-from penstock.server.inbound import check_span
 from penstock.wire.fault import to_fault
 from penstock.wire.frame import Frame, Kind
 from penstock.wire.message import (
@@ -127,7 +126,7 @@ class QueueOutlet:
             )
             if leased is not None:
                 self.held[each.delivery] = leased
-                self._hand(leased, min(each.handed, each.count))
+                leased.handed(0, min(each.handed, each.count))
             await asyncio.sleep(0)  # there may be many, and others wait for the loop
         self._session.dispatcher().release(self._inbox, alone=alone)
         return self.in_hand(held)
@@ -169,7 +168,7 @@ class QueueOutlet:
         self._session.send(Frame(Kind.DELIVER, 0, encode(meta), (batch.encode(),)))
         self._session.delivered(batch, batch.count - len(skip), leased.fresh(skip))
         if not self._session.hello.supports_ack:
-            self._hand(leased, batch.count)
+            leased.handed(0, batch.count)
             for index in range(batch.count):
                 if states[index + shift] == OUT:
                     leased.ack(index)
@@ -179,7 +178,7 @@ class QueueOutlet:
         """Take over what the client says became of a delivery."""
         number = settlement.delivery
         leased = self.held[number]
-        self._hand(leased, min(settlement.handed, leased.count))
+        leased.handed(0, min(settlement.handed, leased.count))
         acked = nacked = rejected = extended = 0
         for run in _runs(settlement.acks, leased.count):
             if 0 <= run.start < run.stop <= leased.count and leased.ack_run(run):
@@ -190,12 +189,12 @@ class QueueOutlet:
         most = MOST_CALLS * leased.count
         for index, delay_s, reason in settlement.nacks[:most]:
             words = reason[:MAX_REASON_CHARACTERS]
-            nacked += self._try(number, leased, index, _nack, leased, index, delay_s, words)
+            nacked += self._try(number, leased, index, leased.nack, index, delay_s, words)
         for index, reason in settlement.rejects[:most]:
             words = reason[:MAX_REASON_CHARACTERS]
             rejected += self._try(number, leased, index, leased.reject, index, words)
         for index, seconds in settlement.extends[:most]:
-            extended += self._try(number, leased, index, _extend, leased, index, seconds)
+            extended += self._try(number, leased, index, leased.extend, index, seconds)
         count = self._session.count_settled
         count("ack", acked)
         count("nack", nacked)
@@ -216,19 +215,6 @@ class QueueOutlet:
         leased = self.held.get(number)
         if leased is not None and not leased.open:
             del self.held[number]
-
-    def _hand(self, leased: Stretch, count: int) -> None:
-        """The consumer was given events: their leases run from now."""
-        lease, shift = leased.lease, leased.shift
-        deadline = leased.now() + leased.group.spec.lease_s
-        first, stop = max(shift, len(lease.deadlines)), shift + count
-        if first < stop:
-            lease.hand(first, deadline)
-            lease.deadlines += [deadline] * (stop - first - 1)
-        elif shift < stop and not lease.handed(stop - 1):  # later events of the lease came before
-            for index in range(shift, stop):
-                if not lease.handed(index):
-                    lease.deadlines[index] = deadline
 
     def _try(self, number: int, leased: Stretch, index: int, call: Any, *args: Any) -> bool:
         if not 0 <= index < leased.count:
@@ -348,16 +334,6 @@ def _runs(acks: list[int], count: int) -> list[range]:
         start, stop = acks[at], acks[at] + acks[at + 1]
         runs.append(range(min(max(-1, start), count), min(stop, count + 1)))
     return runs
-
-
-def _nack(leased: Stretch, index: int, delay_s: float | None, reason: str) -> None:
-    check_span(delay_s)
-    leased.nack(index, delay_s, reason)
-
-
-def _extend(leased: Stretch, index: int, seconds: float | None) -> None:
-    check_span(seconds)
-    leased.extend(index, seconds)
 
 
 def refuse(session: Session, settlement: Settlement) -> None:

@@ -162,6 +162,9 @@ class SimDisk:
         if failing:
             self._fail()
 
+    def shared(self, path: str, size: int) -> memoryview:
+        return memoryview(bytearray(size))  # a crash here is a power failure, which it does not outlive
+
     def free_bytes(self) -> int:
         self.check_power()
         if self.capacity_bytes is None:

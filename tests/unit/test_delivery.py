@@ -210,7 +210,7 @@ def test_what_was_handed_over_out_of_order_counts_and_nothing_before_it() -> Non
     assert lease.next_deadline() is None
     machine.leave("worker", 1.0)
     retried = [each for each in machine.drain() if isinstance(each, Retried)]
-    assert [(each.start, each.made) for each in retried] == [(0, 0), (1, 0)]
+    assert [(each.start, each.count, each.made) for each in retried] == [(0, 2, 0)]
 
 
 def test_who_leaves_returns_what_it_held_and_only_what_it_saw_counts() -> None:
@@ -219,14 +219,13 @@ def test_who_leaves_returns_what_it_held_and_only_what_it_saw_counts() -> None:
     lease.hand(0, 30.0)
     machine.leave("worker", 1.0)
     retried = [each for each in machine.drain() if isinstance(each, Retried)]
-    assert [(each.start, each.made, each.delay_ms) for each in retried] == [
-        (0, 1, 1),
-        (1, 0, 1),
-        (2, 0, 1),
+    assert [(each.start, each.count, each.made, each.delay_ms) for each in retried] == [
+        (0, 1, 1, 1),
+        (1, 2, 0, 1),
     ]
     machine.join("next", 3)
     attempts = {lease.start: lease.attempt for lease in machine.dispatch(1.0)}
-    assert attempts == {0: 2, 1: 1, 2: 1}
+    assert attempts == {0: 2, 1: 1}
     with pytest.raises(LeaseExpired):
         machine.ack(lease, 0, 1.0)
 
@@ -619,7 +618,7 @@ class Delivery(RuleBasedStateMachine):
                 return
 
     @precondition(lambda self: self._has("out"))
-    @rule(data=st.data(), call=st.sampled_from(["ack", "nack", "later", "reject", "extend", "tx"]))
+    @rule(data=st.data(), call=st.sampled_from(["ack", "nack", "later", "reject", "extend", "tx", "back"]))
     def settle(self, data, call: str) -> None:
         offset = self._pick(data, "out")
         event = self.known[offset]
@@ -632,6 +631,7 @@ class Delivery(RuleBasedStateMachine):
             "reject": lambda: self.machine.reject(lease, index, self.now),
             "extend": lambda: self.machine.extend(lease, index, self.now, LEASE_S * 2),
             "tx": lambda: self._acked_now(self.machine.ack_now(lease, index, self.now)),
+            "back": lambda: self.machine.give_back(lease, index, self.now),
         }
         if late:
             with pytest.raises(LeaseExpired):
@@ -645,6 +645,10 @@ class Delivery(RuleBasedStateMachine):
         elif call == "reject":
             event.state = "dying"
             self.stale.append((lease, index))
+        elif call == "back":
+            self.stale.append((lease, index))
+            event.made -= 1
+            self._waits(offset, 0.0)
         elif call == "extend":
             if event.deadline is not None:
                 event.deadline = self.now + LEASE_S * 2
@@ -710,24 +714,32 @@ class Delivery(RuleBasedStateMachine):
         reset(self.machine, self.lane, to)
 
     @precondition(lambda self: self.calm > 12)
-    @rule()
-    def restart(self) -> None:
+    @rule(noted=st.booleans())
+    def restart(self, noted: bool) -> None:
+        """The process died; sometimes what it had handed out is known to the next one."""
         self.calm = 0
         self._write()
         self.machine = QueueGroup("g", self.spec, fence=self.last_fence + 1)
         self._wire()
-        self.lane = restore(self.machine, "orders", 0, self.ledger, len(self.known), self.now)
-        self.machine.arrived(self.lane, len(self.known), prioritised=self.urgent)
+
+        def handed(start: int, stop: int, attempt: int) -> list[tuple[int, int]] | None:
+            given = [o for o in range(start, stop) if self.known[o].deadline is not None]
+            return [(offset, offset + 1) for offset in given] if noted else None
+
+        count = len(self.known)
+        self.lane = restore(
+            self.machine, "orders", 0, self.ledger, count, self.now, handed=handed,
+            urgent_to=count if self.urgent else 0,
+        )  # fmt: skip
         self.stale = []
         self.join(4)
         for event in self.known.values():
             if event.state in ("out", "waiting", "dying"):
+                if noted and event.lease is not None and event.deadline is None:
+                    event.made -= 1
                 # A rejection that was not buried yet is forgotten: the event comes again.
                 event.state = "dying" if event.made >= 4 else "waiting"
-                wait_ms = (
-                    0 if event.lease is not None or self.spec.order == "key" else event.delay_ms
-                )
-                event.due = self.now + wait_ms / 1_000
+                event.due = self.now + (0 if event.lease is not None else event.delay_ms) / 1_000
                 event.lease = event.deadline = None
 
     # -- what must hold ----------------------------------------------------------------------------

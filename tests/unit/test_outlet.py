@@ -266,7 +266,7 @@ async def test_what_was_sent_is_not_kept(inbox: Inbox) -> None:
     client = Tally()
     wanted = Subscribe("g", group.spec, "m", 10, Identity())
     outlet = QueueOutlet(cast(Any, client), FEED, wanted, inbox)
-    inbox.put(LeasedBatch(group, lease, batch, lambda: 0.0, lambda group: None))
+    inbox.put(LeasedBatch(group, lease, batch, lambda: 0.0, lambda group: None, lambda: 0))
     [(number, held)] = outlet.held.items()
     assert not hasattr(held, "batch")
     outlet.settle(Settlement(number, 2, [0, 1]))
@@ -289,7 +289,7 @@ async def test_what_is_handed_out_after_later_events_of_its_lease_runs_out_too(
     for base in (0, 3):
         batch = EventBatch.build("t", [b"x"] * 3)
         batch.base_offset = base
-        inbox.put(LeasedBatch(group, lease, batch, lambda: now, lambda group: None))
+        inbox.put(LeasedBatch(group, lease, batch, lambda: now, lambda group: None, lambda: 0))
     early, late = outlet.held
     outlet.settle(Settlement(early, 1))
     outlet.settle(Settlement(late, 3, [0, 3]))
@@ -330,7 +330,7 @@ def test_what_a_group_had_before_is_not_fresh(known: int, skip: list[int], fresh
     batch = EventBatch.build("t", [b"x"] * 4)
     batch.base_offset = 10
     lane.known = known
-    leased = LeasedBatch(group, lease, batch, lambda: 0.0, lambda group: None)
+    leased = LeasedBatch(group, lease, batch, lambda: 0.0, lambda group: None, lambda: 0)
     assert leased.fresh(skip) == fresh
     leased.attempt = 2
     assert leased.fresh(skip) == 0
