@@ -16,7 +16,7 @@ from penstock.core.routing import RouteTree
 from penstock.core.state import GroupState, Place
 from penstock.core.takeup import restore
 from penstock.engines.logreader import LogGroup
-from penstock.model.errors import InvalidInput, OffsetExpired, UnknownGroup
+from penstock.model.errors import InvalidInput, OffsetExpired, PenstockError, UnknownGroup
 from penstock.model.event import Receipt
 from penstock.model.topic import check_pattern, is_system, tenant_of
 
@@ -109,9 +109,14 @@ class Groups:
         engine.state.groups[name] = group
         self._start(name, group)
         entries: list[Entry] = [GroupPut(name, spec)]
-        for topic in engine.state.topics:
-            if self._reads(name, topic):
-                entries += self._open_lanes(name, topic, spec.start)
+        try:
+            for topic in engine.state.topics:
+                if self._reads(name, topic):
+                    entries += self._open_lanes(name, topic, spec.start)
+        except PenstockError:  # its start is refused, and so is the group
+            self._drop(name)
+            del engine.state.groups[name]
+            raise
         return entries
 
     def _change(self, name: str, spec: GroupSpec) -> list[Entry]:

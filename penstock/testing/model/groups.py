@@ -31,6 +31,10 @@ class Contradiction(Exception):
         self.got = got
 
 
+class NotYet(Contradiction):
+    """What operators see is not yet what it should be; on a busy machine it may become so."""
+
+
 class Window(NamedTuple):
     """The earliest and the latest moment at which something happens."""
 
@@ -298,7 +302,8 @@ class Group:
         same(owed.event, event)
         self._permitted(owed, event, name, t0, t1)
         self._in_order(owed, member, t1)
-        if member.holding(t0) >= member.max_inflight and member.surely_holding(t1) >= member.max_inflight:
+        excused = "M5" in self.excused and self.restarted
+        if not excused and member.holding(t0) >= member.max_inflight and member.surely_holding(t1) >= member.max_inflight:
             raise Contradiction(
                 "delivery.md: a member never holds more than max_inflight unsettled events",
                 f"at most {member.max_inflight}", f"{place} on top of them",
@@ -519,7 +524,7 @@ class Group:
         ]  # fmt: skip
         if missing:
             letter = known[missing[0]]
-            raise Contradiction(
+            raise NotYet(
                 "dead-letters.md: what was given up is kept with its reason until a person decides",
                 f"a dead letter of {letter.event.place} of group {self.name}", "none is listed",
             )  # fmt: skip

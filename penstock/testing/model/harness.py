@@ -193,7 +193,8 @@ class BrokerHarness:
     def __init__(self, broker: BrokerProcess) -> None:
         self._broker = broker
         self._proxies: dict[str, Proxy] = {}
-        self._buses: list[penstock.Bus] = []
+        self._buses: dict[str, penstock.Bus] = {}
+        self._dead: list[penstock.Bus] = []
 
     @classmethod
     def flags(cls) -> dict[str, Any]:
@@ -213,13 +214,12 @@ class BrokerHarness:
         return asyncio.run(life())
 
     async def _disconnect(self) -> None:
-        for bus in self._buses:
+        for bus, seconds in [(bus, 0.1) for bus in self._dead] + [(bus, 10.0) for bus in self._buses.values()]:
             with contextlib.suppress(penstock.errors.PenstockError, TimeoutError):
-                async with asyncio.timeout(10.0):
+                async with asyncio.timeout(seconds):
                     await bus.close()
         for proxy in self._proxies.values():
             await proxy.close()
-        self._buses, self._proxies = [], {}
 
     def now(self) -> float:
         """Real seconds."""
@@ -232,7 +232,7 @@ class BrokerHarness:
         url = f"penstock://127.0.0.1:{self._proxies[client].port}"
         bus = penstock.connect(url, client__heartbeat_s=1.0, client__reconnect_max_s=0.2,
                                client__deadline_s=30.0)  # fmt: skip
-        self._buses.append(await bus.open())
+        self._buses[client] = await bus.open()
         return bus
 
     async def restart(self) -> None:
@@ -254,6 +254,7 @@ class BrokerHarness:
     async def die(self, client: str) -> None:
         """Close its connections and let none through any more."""
         await self._proxies.pop(client).close()
+        self._dead.append(self._buses.pop(client))
 
 
 class BrokerRuns:

@@ -42,7 +42,7 @@ class Sequence:
 WEIGHTS = {
     "publish": 24, "publish_many": 5, "transaction": 4, "join": 9, "leave": 3, "drop": 1, "get": 26,
     "settle": 22, "wait": 8, "flush": 2, "close": 2, "kill": 2, "restart": 2, "cut": 2, "die": 1,
-    "create": 1, "grow": 1, "delete_topic": 0.6, "configure": 0.5, "reset": 1.5, "delete_group": 0.5,
+    "create": 1, "grow": 1, "delete_topic": 0.6, "configure": 0.5, "reset": 2.5, "delete_group": 0.5,
     "replay_letter": 1.5, "dead_letter": 1.2, "purge": 0.8, "route": 1.5, "schedule": 0.8,
     "unschedule": 0.4, "replay": 3, "read": 5, "commit": 2, "listen": 1,
 }  # fmt: skip
@@ -247,7 +247,7 @@ class Draw:
         """A group is sent to a place."""
         rng = self.rng
         return {
-            "group": rng.choice(list(self.groups)),
+            "group": rng.choice(list(self.groups)[: rng.choice((2, 2, 3))]),
             "to": rng.choice(("earliest", "latest", 1, 3)),
             "topic": rng.choice((None, None, self.topics[0])),
         }
