@@ -679,6 +679,8 @@ class Group:
             letter = self.letters.get(f"{owed.event.token}@{self.name}")
             if "M4" in self.excused and letter is not None and letter.by_hand and owed.state == "dead":
                 owed.state, owed.due, letter.certain = "unsure", Window(t0, FOREVER), False
+            if "M6" in self.excused and owed.state == "waiting" and not owed.fresh:
+                owed.due = Window(owed.due.first, max(owed.due.last, t1 + self._longest_wait()))
             if owed.state == "waiting" and owed.due.last > t0:
                 left = owed.due.last - t0
                 owed.due = Window(owed.due.first, t1 + left + self._longest_wait() + self.slack_s)
