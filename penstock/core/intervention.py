@@ -43,9 +43,7 @@ def _set_apart(group: QueueGroup, lane: Lane, offset: int) -> None:
     """An event that was never handed out leaves its lane; those before it keep their order."""
     before = Run(lane, lane.cursor, offset - lane.cursor, 0)
     lane.end = max(lane.end, offset + 1)
-    group._entries.append(
-        Retried(group.name, lane.topic, lane.partition, offset, 1, 0, AT_ONCE_MS)
-    )
+    group._entries.append(Retried(group.name, lane.topic, lane.partition, offset, 1, 0, AT_ONCE_MS))
     group._move(lane, offset + 1)
     if before.count:
         plain = group._gate is None and before.start >= lane.urgent_to

@@ -175,8 +175,18 @@ class Lease:
     """A run of events held by one member. Its number, the fence, only ever grows in a group."""
 
     __slots__ = (
-        "attempt", "counted", "count", "deadlines", "dirty", "fence", "lane", "mark", "member", "open",
-        "start", "states",
+        "attempt",
+        "count",
+        "counted",
+        "deadlines",
+        "dirty",
+        "fence",
+        "lane",
+        "mark",
+        "member",
+        "open",
+        "start",
+        "states",
     )  # fmt: skip
 
     def __init__(self, fence: int, run: Run, member: Member) -> None:

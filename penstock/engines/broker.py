@@ -47,6 +47,11 @@ AGENT = "penstock-python"
 MAX_TRANSACTIONS = 128
 MAX_REFUSALS = 1_000  # kept for a program that never flushes
 CHUNK_BYTES = 4 << 20
+# Events of which the broker hears one by one, before the consumer has them: at first, and each second.
+# A consumer that takes more is heard of once for each turn of its loop. At first they are as many as
+# a member holds by default, so that a process that was started again speaks of what ended the last.
+REPORTS_AT_ONCE = 1_024
+REPORTS_PER_S = 1_000
 # Ends of a call after which the broker may have done what it asks, or do it yet.
 UNANSWERED = (asyncio.CancelledError, BrokerUnreachable, ConnectionLost)
 
@@ -86,6 +91,7 @@ class BrokerEngine:
         self._feed = 0
         self._unreported: dict[RemoteDelivery, None] = {}
         self._scheduled = False
+        self._to_speak, self._spoke_at = float(REPORTS_AT_ONCE), 0.0
         self._deadline_s = settings.client.deadline_s
         self._signs_for_us = bool(settings.client.token)
         self._joining: set[asyncio.Task[None]] = set()
@@ -217,7 +223,9 @@ class BrokerEngine:
         if subscribe.spec.mode == "log":
             feed = RemoteLog(self._feed, subscribe, self.channel, self._leave)
         else:
-            feed = RemoteQueue(self._feed, subscribe, self._touched, self._leave)
+            feed = RemoteQueue(
+                self._feed, subscribe, self._touched, self._handed, self._report, self._leave
+            )
         self._feeds[feed.number] = feed
         self._asked.add(feed.number)
         try:
@@ -236,6 +244,16 @@ class BrokerEngine:
             self._scheduled = True
             asyncio.get_running_loop().call_soon(self._report)
         self._unreported[delivery] = None
+
+    def _handed(self, delivery: RemoteDelivery, now: float) -> None:
+        """Tell the broker before the consumer has the event: it may be what ends this process."""
+        self._touched(delivery)
+        earned = (now - self._spoke_at) * REPORTS_PER_S
+        self._to_speak, self._spoke_at = min(REPORTS_AT_ONCE, self._to_speak + earned), now
+        if self._to_speak >= 1.0:
+            self._to_speak -= 1.0
+            self._report()
+            self.channel.push()
 
     def _report(self) -> None:
         self._scheduled = False
@@ -281,13 +299,14 @@ class BrokerEngine:
         elif frame.kind == Kind.REFUSED:
             refused: say.Refused = decode(frame.meta, say.Refused)
             error = to_error(refused.fault)
-            # One that was settled before is settled: it does not come again.
-            if not isinstance(error, AlreadySettled):
+            queues = [each for each in self._feeds.values() if isinstance(each, RemoteQueue)]
+            unsettled = [feed for feed in queues if feed.refused(refused, error)]
+            # One that was settled before is settled: it does not come again. And when a group is reset
+            # the broker says of what was not settled here that it is void, which refuses nothing.
+            told = bool(unsettled) and isinstance(error, Fenced)
+            if not told and not isinstance(error, AlreadySettled):
                 log.warning("a settlement was refused: %s", error)
                 self._refusals.append(error)
-            for feed in self._feeds.values():
-                if isinstance(feed, RemoteQueue):
-                    feed.refused(refused, error)
         elif frame.kind == Kind.STOPPED:
             stopped: say.Feed = decode(frame.meta, say.Feed)
             ended = self._feeds.get(stopped.feed)

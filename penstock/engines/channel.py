@@ -189,6 +189,11 @@ class Channel:
             if self._link is not None and self.welcome is not None:
                 self._link.send(frame)
 
+    def push(self) -> None:
+        """Let what was said so far leave this process now."""
+        if self._link is not None:
+            self._link.push()
+
     def unconfirmed(self) -> list[say.Settlement]:
         """Settlements that would not survive the broker for all we know."""
         return [each for _, _, settlements in self._settles for each in settlements]

@@ -129,15 +129,22 @@ class Dispatcher:
             self.touched(group)
 
     def take_back(
-        self, inbox: Inbox, kept: Iterable[Stretch], reason: str = BACK_WITHOUT
+        self,
+        inbox: Inbox,
+        kept: Iterable[Stretch],
+        reason: str = BACK_WITHOUT,
+        *,
+        away: bool = False,
     ) -> None:
-        """A member has no more than this of what it was leased."""
+        """A member has no more than this of what it was leased; `away`: others go before it now."""
         group, member = inbox.group, inbox.member
         has: dict[int, set[int]] = {}
         for each in kept:
             indices = range(each.shift, each.shift + each.count)
             has.setdefault(each.lease.fence, set()).update(indices)
         take_back(group, member, has, self._runtime.now(), reason)
+        if away and group.members.get(member.id) is member:
+            group.members[member.id] = group.members.pop(member.id)
         self.touched(group)
 
     def _leave(self, inbox: Inbox) -> None:

@@ -92,7 +92,7 @@ class EmbeddedEngine:
         self.pause_aside: Callable[[], None] | None = None
         """Called in a thread before each piece of a large payload is written: others may come first."""
         self.lease_hold_s = 0.0
-        """After a crash, how long leased events wait for a holder that may come back."""
+        """After a crash or a stop, how long leased events wait for a holder that may come back."""
         self._lock: Lock | None = None
         self._saving = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -186,7 +186,7 @@ class EmbeddedEngine:
         self.is_open = False
         closed = BusClosed("the bus is closed; connect again")
         for group in self.dispatcher.groups.values():
-            for member in list(group.members):
+            for member in list(group.members if not self.lease_hold_s else ()):
                 group.leave(member, self.runtime.now())
             self.dispatcher.pump(group)
         try:

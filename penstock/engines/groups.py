@@ -70,9 +70,7 @@ class Groups:
         for (topic, partition), ledger in group.ledgers.items():
             log = engine.log.partition(topic, partition)
             handed = engine.handovers.handed(name, topic, partition)
-            restore(
-                machine, topic, partition, ledger, log.end, now, hold_s, handed, log.urgent_to
-            )
+            restore(machine, topic, partition, ledger, log.end, now, hold_s, handed, log.urgent_to)
         group.ledgers = {}  # the machine knows better from now on
         return machine
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from penstock.core.delivery import QueueGroup
-from penstock.core.lease import OUT, Lease, Member
+from penstock.core.lease import OUT, Lease, Member, check_span
 from penstock.model.batch import EventBatch
 from penstock.model.errors import BusClosed, PenstockError
 from penstock.model.event import Event
@@ -76,15 +76,18 @@ class Stretch:
             lease.mark[0] = 0
         self._touched(self.group)
 
-    def handed(self, start: int, stop: int) -> None:
-        """The consumer is given these events: their leases run from now."""
+    def handed(self, start: int, stop: int, left_s: float | None = None) -> None:
+        """The consumer is given these events: their leases run from now, or for what is left of them."""
+        check_span("left_s", left_s)
         lease, shift = self.lease, self.shift
-        deadline = self.now() + self.group.spec.lease_s
+        deadline = self.now() + (self.group.spec.lease_s if left_s is None else left_s)
+        if start >= stop:
+            return
         first, last = max(shift + start, len(lease.deadlines)), shift + stop
         if first < last:
             lease.hand(first, deadline)
             lease.deadlines += [deadline] * (last - first - 1)
-        elif start < stop and not lease.handed(last - 1):  # later events of the lease came before
+        elif not lease.handed(last - 1):  # later events of the lease came before
             for index in range(shift + start, last):
                 if not lease.handed(index):
                     lease.deadlines[index] = deadline

@@ -34,6 +34,13 @@ class ClientLink(Protocol):
         """
         ...
 
+    def push(self) -> None:
+        """Let the operating system have what is queued now, so that it goes out if the process dies.
+
+        ZeroMQ sends in a thread of its own, a moment later.
+        """
+        ...
+
     def pending_bytes(self) -> int:
         """Bytes queued and not yet taken by the operating system."""
         ...

@@ -144,6 +144,11 @@ class TcpLink(asyncio.BufferedProtocol):
         check_size(frame, size, self.max_frame_bytes)
         self._outbox.put(encode_frame(frame, self._compressor))
 
+    def push(self) -> None:
+        """Let the operating system have what is queued now."""
+        if self._outbox is not None:
+            self._outbox.push()
+
     def pending_bytes(self) -> int:
         """Bytes queued and not yet taken by the operating system."""
         return 0 if self._outbox is None else self._outbox.pending_bytes()

@@ -108,6 +108,9 @@ class ZmqLink:
         check_size(frame, frame.size_bytes, self.max_frame_bytes)
         self._outbox.put(frame.multipart())
 
+    def push(self) -> None:
+        """Everything is with the library already, which sends it in a thread of its own."""
+
     def pending_bytes(self) -> int:
         """Bytes queued and not yet taken by the operating system."""
         return 0 if self._socket is None else self._outbox.pending_bytes()

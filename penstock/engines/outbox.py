@@ -62,6 +62,13 @@ class Outbox:
         self._paused = False
         self.flush()
 
+    def push(self) -> None:
+        """Let the operating system have everything now, as far as the peer lets it."""
+        # uvloop writes at once only what is over its limit; asyncio always does.
+        self._transport.set_write_buffer_limits(high=0)
+        self.flush()
+        self._transport.set_write_buffer_limits(high=WRITE_BYTES)
+
     def flush(self) -> None:
         """Write what the transport takes."""
         self._scheduled = False

@@ -39,6 +39,7 @@ def _fit(settlements: list[Settlement], frame_bytes: int) -> bool:
     calls = characters = 0
     for each in settlements:
         calls += 1 + len(each.acks) // 2 + len(each.nacks) + len(each.rejects) + len(each.extends)
+        calls += len(each.returns)
         if each.nacks or each.rejects:
             reasons = [*(nack[2] for nack in each.nacks), *(reject[1] for reject in each.rejects)]
             characters += sum(min(len(reason), MAX_REASON_CHARACTERS) for reason in reasons)
@@ -50,16 +51,16 @@ def _fit(settlements: list[Settlement], frame_bytes: int) -> bool:
 def _halves(whole: Settlement) -> list[Settlement]:
     """A settlement of many events as two of fewer."""
     at = len(whole.acks) // 4 * 2  # a run is two numbers
-    nacks, rejects, extends = (
-        len(each) // 2 for each in (whole.nacks, whole.rejects, whole.extends)
+    nacks, rejects, extends, returns = (
+        len(each) // 2 for each in (whole.nacks, whole.rejects, whole.extends, whole.returns)
     )
     return [
         Settlement(
             whole.delivery, whole.handed, whole.acks[:at], whole.nacks[:nacks],
-            whole.rejects[:rejects], whole.extends[:extends],
+            whole.rejects[:rejects], whole.extends[:extends], whole.returns[:returns],
         ),
         Settlement(
             whole.delivery, whole.handed, whole.acks[at:], whole.nacks[nacks:],
-            whole.rejects[rejects:], whole.extends[extends:],
+            whole.rejects[rejects:], whole.extends[extends:], whole.returns[returns:],
         ),
     ]  # fmt: skip

@@ -8,6 +8,8 @@ handed over, and only then does the broker hear of it.
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 
@@ -23,9 +25,11 @@ from penstock.core.lease import (
     Lease,
     Member,
     Run,
+    check_span,
     runs,
 )
 from penstock.engines.engine import Subscribe
+from penstock.engines.handle import TIME_TO_LIVE
 from penstock.model.batch import EventBatch
 from penstock.model.errors import BusClosed, Fenced, PenstockError
 from penstock.model.event import Event
@@ -42,7 +46,7 @@ class RemoteDelivery:
 
     __slots__ = (
         "_events", "_next", "acks", "attempt", "batch", "extends", "feed", "handed", "lease", "nacks",
-        "number", "rejects",
+        "number", "rejects", "returns",
     )  # fmt: skip
 
     def __init__(self, feed: RemoteQueue, deliver: Deliver, batch: EventBatch) -> None:
@@ -54,6 +58,7 @@ class RemoteDelivery:
         self.nacks: list[tuple[int, float | None, str]] = []
         self.rejects: list[tuple[int, str]] = []
         self.extends: list[tuple[int, float | None]] = []
+        self.returns: list[int] = []
         lane = Lane(batch.topic, batch.partition, 0, 0)
         run = Run(lane, batch.base_offset, batch.count, deliver.attempt - 1)
         self.lease = Lease(deliver.delivery, run, NOBODY)
@@ -81,13 +86,25 @@ class RemoteDelivery:
         while self._next < len(events):
             index = self._next
             self._next += 1
-            if self.lease.states[index] == OUT:
-                self.lease.hand(index, self.feed.now() + self.feed.lease_s)
-                self.handed = index + 1
-                self.feed.touched(self)
-                return events[index]
+            if self.lease.states[index] != OUT or self._is_over(index):
+                continue
+            now = self.feed.now()
+            self.lease.hand(index, now + self.feed.lease_s)
+            if self.rejects:
+                self.feed.report()  # of what was over before it could be handed out
+            self.handed = index + 1
+            self.feed.handed(self, now)
+            return events[index]
         self._events = None
         return None
+
+    def _is_over(self, index: int) -> bool:
+        """Whether the time to live of an event has passed; it is a dead letter then."""
+        expires = self.batch.expires
+        if expires is None or not 0 < expires[index] <= time.time_ns() // 1_000:
+            return False
+        self.reject(index, TIME_TO_LIVE)
+        return True
 
     def ack(self, index: int) -> None:
         """Done."""
@@ -96,8 +113,14 @@ class RemoteDelivery:
 
     def nack(self, index: int, delay_s: float | None, reason: str) -> None:
         """Again, later."""
+        check_span("delay_s", delay_s)
         self._close(index, NACKED)
         self.nacks.append((index, delay_s, reason[:MAX_REASON_CHARACTERS]))
+
+    def give_back(self, index: int) -> None:
+        """Again, at once: it was not worked on, or not to an end, and no attempt is counted."""
+        self._close(index, RETURNED)
+        self.returns.append(index)
 
     def reject(self, index: int, reason: str) -> None:
         """Dead."""
@@ -106,6 +129,7 @@ class RemoteDelivery:
 
     def extend(self, index: int, seconds: float | None) -> None:
         """More time."""
+        check_span("seconds", seconds)
         self.check(index)
         lease_s = self.feed.lease_s if seconds is None else seconds
         self.lease.deadlines[index] = self.feed.now() + lease_s
@@ -142,18 +166,25 @@ class RemoteDelivery:
 
     def in_hand(self) -> Held:
         """This delivery for a broker that was restarted, which may give it back to us."""
-        batch = self.batch
+        batch, lease = self.batch, self.lease
+        given = [
+            deadline
+            for index, deadline in enumerate(lease.deadlines)
+            if lease.states[index] == OUT and deadline < math.inf
+        ]
+        left_s = max(0.0, max(given) - self.feed.now()) if given else None
         return Held(
             self.number, batch.topic, batch.partition, batch.base_offset, batch.count, self.attempt,
-            self.handed,
+            self.handed, left_s,
         )  # fmt: skip
 
     def settlement(self) -> Settlement:
         """What happened since the last call."""
         report = Settlement(
-            self.number, self.handed, runs(self.acks), self.nacks, self.rejects, self.extends
-        )
-        self.acks, self.nacks, self.rejects, self.extends = [], [], [], []
+            self.number, self.handed, runs(self.acks), self.nacks, self.rejects, self.extends,
+            self.returns,
+        )  # fmt: skip
+        self.acks, self.nacks, self.rejects, self.extends, self.returns = [], [], [], [], []
         return report
 
 
@@ -164,7 +195,9 @@ class RemoteQueue:
         self,
         number: int,
         wanted: Subscribe,
-        report: Callable[[RemoteDelivery], None],
+        touched: Callable[[RemoteDelivery], None],
+        handed: Callable[[RemoteDelivery, float], None],
+        report: Callable[[], None],
         leave: Callable[[RemoteQueue, bool], Awaitable[None]],
     ) -> None:
         self.number = number
@@ -176,7 +209,11 @@ class RemoteQueue:
         self.paused = False
         """The broker stops: events that nobody was handed yet are left to its next life."""
         self.now = asyncio.get_running_loop().time
-        self.touched = report
+        self.touched = touched
+        """Something happened to a delivery, and must be reported."""
+        self.handed = handed
+        """An event is about to be handed out, at this time."""
+        self.report = report
         self._leave = leave
         self._waiting: deque[RemoteDelivery] = deque()
         self._getter: asyncio.Future[None] | None = None
@@ -207,11 +244,15 @@ class RemoteQueue:
         """Whether nothing will arrive any more."""
         return self._stopped is not None
 
-    def refused(self, refused: Refused, error: PenstockError) -> None:
-        """The broker did not take a settlement: the event is somebody else's by now."""
+    def refused(self, refused: Refused, error: PenstockError) -> bool:
+        """An event is not ours any more; returns whether it was still to be settled here."""
         delivery = self.held.get(refused.delivery)
-        if delivery is not None and 0 <= refused.index < delivery.batch.count:
+        if delivery is None or not 0 <= refused.index < delivery.batch.count:
+            return False
+        unsettled = delivery.lease.states[refused.index] == OUT
+        if unsettled:
             delivery.end(refused.index, FENCED if isinstance(error, Fenced) else EXPIRED)
+        return unsettled
 
     def lost(self, numbers: list[int]) -> None:
         """The broker holds these deliveries no more; what is in them comes again."""
@@ -240,6 +281,8 @@ class RemoteQueue:
                 delivery.nacks.append((index, None, SAID_BEFORE))
             elif state == REJECTED:
                 delivery.rejects.append((index, SAID_BEFORE))
+            elif state == RETURNED:
+                delivery.returns.append(index)
         self.touched(delivery)
         self._waiting = deque(each for each in self._waiting if each.lease.open)
         return [event for event in settled_events(said) if event[1] not in again]
@@ -296,3 +339,5 @@ def settled_events(settlement: Settlement) -> Iterator[tuple[int, int]]:
         yield settlement.delivery, nack[0]
     for reject in settlement.rejects:
         yield settlement.delivery, reject[0]
+    for index in settlement.returns:
+        yield settlement.delivery, index

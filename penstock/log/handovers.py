@@ -21,7 +21,7 @@ FILE = "handovers"
 MAGIC = 0x31_53_44_4E_41_48_50_01
 # Leases of which something was handed out and is not settled. Beyond, attempts count after a crash
 # whether an event was handed out or not.
-MAX_LEASES = 8_192
+MAX_LEASES = 4_096
 FIRST_LEASES = 64
 SLOT = 4  # numbers: place, first offset, attempt, the offset behind the last that was handed out
 HEAD = 8  # numbers: magic, boot, epoch, half in use, whether there were too many leases

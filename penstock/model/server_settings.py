@@ -36,6 +36,10 @@ class Server(Group, frozen=True):
     session_s: Annotated[
         Span, about("How long a session outlives its connection, leases and all.")
     ] = 30.0
+    lease_grace_s: Annotated[
+        Span,
+        about("How long a client whose side closed the connection keeps its leases without one."),
+    ] = 1.0
     send_buffer_bytes: Annotated[
         Memory, about("Unsent bytes of one client beyond which it gets no more deliveries.")
     ] = 8 * MIB

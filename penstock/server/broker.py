@@ -130,8 +130,8 @@ class Broker:
         self.tally.rejected(error, "")
         self.failed(error)
 
-    def disconnected(self, connection: Connection, reason: str) -> None:
-        """A connection is gone; its session waits, if it may."""
+    def disconnected(self, connection: Connection, reason: str, *, closed: bool = False) -> None:
+        """A connection is gone, `closed` by the client's side; its session waits, if it may."""
         if connection not in self.connections:
             return
         self.connections.discard(connection)
@@ -139,12 +139,23 @@ class Broker:
         session, connection.session = connection.session, None
         if session is not None and session.link is connection.link:
             log.info("client gone", extra={"session": session.id, "reason": reason})
-            self._detach(session)
+            self._detach(session, closed=closed)
 
-    def _detach(self, session: Session) -> None:
+    def _detach(self, session: Session, *, closed: bool = False) -> None:
         session.detach()
         if not session.hello.resumable:
             self._end(session)
+        elif closed:  # most likely its process is dead
+            loop = asyncio.get_running_loop()
+            grace_s = self._settings.lease_grace_s
+            loop.call_later(grace_s, self._give_up, session, session.heard_at)
+
+    def _give_up(self, session: Session, since: float) -> None:
+        """A client that closed its connection is not back: its leases wait no longer."""
+        gone = session.link is None and session.heard_at == since
+        if gone and not self.draining and self.sessions.get(session.id) is session:
+            log.info("leases returned", extra={"session": session.id})
+            session.give_up()
 
     def goodbye(self, connection: Connection) -> None:
         """A client leaves for good."""
@@ -339,7 +350,8 @@ class Broker:
         if self._minder is not None:
             self._minder.cancel()
         for session in list(self.sessions.values()):
-            await session.close()
+            # Leases outlive a broker that stops as they outlive one that dies.
+            await (session.suspend() if session.hello.resumable else session.close())
         self.sessions.clear()
         for connection in list(self.connections):
             connection.link.close()

@@ -104,7 +104,7 @@ class Connection:
             self._early.clear()
             self.link.close()
 
-    def lost(self, reason: str) -> None:
+    def lost(self, reason: str, *, closed: bool = False) -> None:
         """The transport has no connection any more."""
         self._early.clear()
-        self._broker.disconnected(self, reason)
+        self._broker.disconnected(self, reason, closed=closed)

@@ -113,6 +113,15 @@ class Feeds(dict[int, QueueOutlet | LogOutlet]):
         self.clear()
         return groups
 
+    async def suspend(self) -> None:
+        """Stop all, as the broker does; what queues have leased stays leased."""
+        for outlet in list(self.values()):
+            if isinstance(outlet, QueueOutlet):
+                await outlet.suspend()
+            else:
+                await outlet.close()
+        self.clear()
+
     # -- what is in them -----------------------------------------------------------------------
 
     def queues(self) -> list[QueueOutlet]:

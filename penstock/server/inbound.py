@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock.core.entry import GroupSpec
+from penstock.core.lease import MAX_SPAN_S
 from penstock.engines.embedded import EmbeddedEngine
 from penstock.engines.engine import Draft, Request, Stretch
 from penstock.engines.engine import Subscribe as Wanted

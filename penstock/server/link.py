@@ -51,8 +51,11 @@ class Connection(Protocol):
         """A frame arrived."""
         ...
 
-    def lost(self, reason: str) -> None:
-        """The connection is gone; called once for each connection, closed or broken."""
+    def lost(self, reason: str, *, closed: bool = False) -> None:
+        """The connection is gone; called once for each connection.
+
+        `closed`: the client's side has ended it, its operating system at the least.
+        """
         ...
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock.server")
 
+CONNECTION_CLOSED = "its consumer closed the connection, and did not come back in time"
 # An honest client settles an event once and extends it now and then between two reports.
 MOST_CALLS = 16
 MOST_REFUSALS = 100  # of one delivery that is gone; one would tell the client as much
@@ -126,7 +127,7 @@ class QueueOutlet:
             )
             if leased is not None:
                 self.held[each.delivery] = leased
-                leased.handed(0, min(each.handed, each.count))
+                leased.handed(0, min(each.handed, each.count), each.left_s)
             await asyncio.sleep(0)  # there may be many, and others wait for the loop
         self._session.dispatcher().release(self._inbox, alone=alone)
         return self.in_hand(held)
@@ -150,6 +151,22 @@ class QueueOutlet:
             del self.held[number]
         if lost:
             self._session.dispatcher().take_back(self._inbox, self.held.values())
+        self._go_on()
+
+    def pause(self) -> None:
+        """Its client is away: what comes now is for others."""
+        self._inbox.member.paused = True
+
+    def give_up(self) -> None:
+        """Its client did not come back in time: what it was leased goes to others, the feed stays."""
+        self.held.clear()
+        self._session.dispatcher().take_back(self._inbox, (), CONNECTION_CLOSED, away=True)
+
+    async def suspend(self) -> None:
+        """Stop without leaving the group: leases outlive the broker."""
+        self._task.cancel()
+        self._inbox.taker = None
+        await asyncio.gather(self._task, return_exceptions=True)
 
     def send(self, leased: LeasedBatch) -> None:
         """Send a delivery; from then on its events are the client's, and not kept here."""
@@ -195,6 +212,8 @@ class QueueOutlet:
             rejected += self._try(number, leased, index, leased.reject, index, words)
         for index, seconds in settlement.extends[:most]:
             extended += self._try(number, leased, index, leased.extend, index, seconds)
+        for index in settlement.returns[:most]:
+            self._try(number, leased, index, leased.give_back, index)
         count = self._session.count_settled
         count("ack", acked)
         count("nack", nacked)
@@ -341,6 +360,7 @@ def refuse(session: Session, settlement: Settlement) -> None:
     late = LeaseExpired("the lease ended before the call; the event is or will come again")
     indices = [nack[0] for nack in settlement.nacks[:MOST_REFUSALS]]
     indices += [reject[0] for reject in settlement.rejects[:MOST_REFUSALS]]
+    # What is given back is not ours any more, as was wanted.
     for run in _runs(settlement.acks[:MOST_REFUSALS], MAX_LEASE_EVENTS):
         indices += run
     session.count_settled("late", len(indices))

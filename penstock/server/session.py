@@ -123,6 +123,8 @@ class Session:
     def detach(self) -> None:
         """The connection is gone; feeds wait for another, or for their end."""
         self.link = None
+        for outlet in self.feeds.queues():
+            outlet.pause()
         self._attached.clear()
         self.heard_at = self._broker.now()
 
@@ -277,6 +279,22 @@ class Session:
                 await self._broker.engine.ask(request)
             except PenstockError as error:
                 log.debug("nothing left to drop", extra={"session": self.id, "code": error.code})
+
+    def give_up(self) -> None:
+        """Its client closed the connection and did not come back: others get what it was leased."""
+        for outlet in self.feeds.queues():
+            outlet.give_up()
+
+    async def suspend(self) -> None:
+        """Stop, as the broker does, and leave behind what it takes to go on after its next start."""
+        link = self.link
+        self.detach()
+        if link is not None:
+            link.close()
+        for task in list(self._working.values()):
+            task.cancel()
+        await asyncio.gather(*self._working.values(), return_exceptions=True)
+        await self.feeds.suspend()
 
     async def harden(self) -> None:
         """Make all that was settled durable, and say so."""

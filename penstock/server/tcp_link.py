@@ -145,6 +145,8 @@ class TcpLink(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone."""
         self._server.links.discard(self)
+        # Any other error is the network's: the client may be well and come back.
+        closed = not self._ending and (exc is None or isinstance(exc, ConnectionError))
         self._ending = True
         self._expansion.leave()
         self._outgoing.clear()
@@ -152,7 +154,7 @@ class TcpLink(asyncio.BufferedProtocol):
         if self._timer is not None:
             self._timer.cancel()
         self._reason = self._reason or (str(exc) if exc else "the connection was closed")
-        self._lose()
+        self._lose(closed=closed)
 
     def pause_writing(self) -> None:
         """The client reads slower than the broker writes."""
@@ -365,13 +367,13 @@ class TcpLink(asyncio.BufferedProtocol):
             self.send(Frame(Kind.FAULT, 0, encode(fault)))
         self._end(fault.message)
 
-    def _lose(self) -> None:
+    def _lose(self, *, closed: bool = False) -> None:
         """Tell the broker, once; it need not wait for last words to arrive."""
         if self._old is not None:
             self._old.stop()
         connection, self._connection = self._connection, None
         if connection is not None:
-            connection.lost(self._reason)
+            connection.lost(self._reason, closed=closed)
 
     def _end(self, reason: str) -> None:
         if self._ending:

@@ -114,14 +114,14 @@ class RouterLink:
 
     def lost(self, reason: str) -> None:
         """The connection is no more: tell the broker, once."""
-        self.closed = True
+        by_client, self.closed = not self.closed, True
         self._outbox.clear()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         connection, self.connection = self.connection, None
         if connection is not None:
-            connection.lost(self._reason or reason)
+            connection.lost(self._reason or reason, closed=by_client)
 
     def _settle(self, until_s: float) -> None:
         taken = not self._outbox.pending_bytes()

@@ -163,7 +163,9 @@ class SimDisk:
             self._fail()
 
     def shared(self, path: str, size: int) -> memoryview:
-        return memoryview(bytearray(size))  # a crash here is a power failure, which it does not outlive
+        return memoryview(
+            bytearray(size)
+        )  # a crash here is a power failure, which it does not outlive
 
     def free_bytes(self) -> int:
         self.check_power()

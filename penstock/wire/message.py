@@ -40,6 +40,8 @@ class Held(Message, frozen=True):
     count: int
     attempt: int
     handed: int
+    left_s: float | None = None
+    """What is left of the leases of those that were handed out; null: as long as a new lease."""
 
 
 class LogHeld(Message, frozen=True):
@@ -199,6 +201,8 @@ class Settlement(Message, frozen=True):
     nacks: list[tuple[int, float | None, str]] = []
     rejects: list[tuple[int, str]] = []
     extends: list[tuple[int, float | None]] = []
+    returns: list[int] = []
+    """Indices that were not worked on, or not to an end: they come again, and no attempt is counted."""
 
 
 class Settle(Message, frozen=True):

@@ -618,7 +618,10 @@ class Delivery(RuleBasedStateMachine):
                 return
 
     @precondition(lambda self: self._has("out"))
-    @rule(data=st.data(), call=st.sampled_from(["ack", "nack", "later", "reject", "extend", "tx", "back"]))
+    @rule(
+        data=st.data(),
+        call=st.sampled_from(["ack", "nack", "later", "reject", "extend", "tx", "back"]),
+    )
     def settle(self, data, call: str) -> None:
         offset = self._pick(data, "out")
         event = self.known[offset]
