@@ -157,7 +157,7 @@ class Draw:
         return {
             "events": events,
             "acks": [self._pick() for _ in range(rng.randrange(3))],
-            "key": rng.choice((None, None, "t1", "t2")),
+            "key": rng.choice((None, None, f"{self.prefix}-t1", f"{self.prefix}-t2")),
             "fails": rng.random() < 0.2,
         }
 
