@@ -24,7 +24,7 @@ from penstock.core.routing import RouteTree, TopicTree
 from penstock.core.state import GroupState, Place
 from penstock.core.takeup import restore
 from penstock.engines.logreader import LogGroup
-from penstock.model.errors import InvalidInput, OffsetExpired, UnknownGroup
+from penstock.model.errors import InvalidInput, OffsetExpired, PenstockError, UnknownGroup
 from penstock.model.event import Receipt
 from penstock.model.topic import check_pattern, is_system, tenant_of
 
@@ -119,8 +119,13 @@ class Groups:
         engine.state.groups[name] = group
         self._start(name, group)
         entries: list[Entry] = [GroupPut(name, spec)]
-        for topic in self._read_by(name):
-            entries += self._open_lanes(name, topic, spec.start)
+        try:
+            for topic in self._read_by(name):
+                entries += self._open_lanes(name, topic, spec.start)
+        except PenstockError:  # its start is refused, and so is the group
+            self._drop(name)
+            del engine.state.groups[name]
+            raise
         self._lanes_changed(name)
         return entries
 
