@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 LOOK_S = 0.5  # between two looks on a terminal
 LINE_S = 3.0  # between two lines in a pipe
 BAR_CELLS = 16
-HEADINGS = ("caught up", "rows", "in/s", "out/s", "lag", "watermark", "state", "batch")
+HEADINGS = ("caught up", "rows", "in/s", "done/s", "lag", "watermark", "state", "batch")
 
 
 def watch(
@@ -95,7 +95,7 @@ def cells(meter: Meter) -> dict[str, str]:
         share,
         f"{meter.rows_in:,}",
         f"{last.in_per_s:,.0f}",
-        "-" if last.out_per_s is None else f"{last.out_per_s:,.0f}",
+        f"{last.done_per_s:,.0f}",
         "-" if behind is None else f"{behind:,}",
         _time(last.watermark),
         state,
@@ -118,7 +118,7 @@ def line(name: str, meter: Meter) -> str:
     dropped = f"  dropped {meter.dropped_rows:,}" if meter.dropped_rows else ""
     skipped = f"  skipped {meter.skipped_events:,}" if meter.skipped_events else ""
     return (
-        f"{name}  rows {shown['rows']}  in {shown['in/s']}/s  out {shown['out/s']}/s  "
+        f"{name}  rows {shown['rows']}  in {shown['in/s']}/s  done {shown['done/s']}/s  "
         f"lag {shown['lag']}  watermark {shown['watermark']}  state {shown['state']}  "
         f"batch {shown['batch']}{dropped}{skipped}"
     )

@@ -35,7 +35,6 @@ class Progress(msgspec.Struct, frozen=True):
     """Rows that arrived a second, since the batch before."""
     done_per_s: float
     """Rows a second while it worked."""
-    out_per_s: float | None
     batch_s: float
     lag_events: int | None
     """Events stored and not read when the batch was planned; None for a source that does not say."""
@@ -77,7 +76,6 @@ def summary(progress: Mapping[str, Any]) -> Progress:
         rows_out=rows_out,
         in_per_s=_rate(progress.get("inputRowsPerSecond")),
         done_per_s=_rate(progress.get("processedRowsPerSecond")),
-        out_per_s=rows_out / batch_s if rows_out is not None and batch_s else None,
         batch_s=batch_s,
         lag_events=lag(progress.get("sources", [])),
         newest=_moment(times.get("max")),
