@@ -23,7 +23,7 @@ from penstock.model.parameter import (
     Moment,
     Seconds,
     Size,
-    checked,
+    made,
     moment_us,
     place,
     text,
@@ -90,12 +90,10 @@ class Topics(Desk):
     ) -> TopicInfo:
         """Make a topic before anybody publishes to it."""
         check_topic(name)
-        # `ask` converts durations and sizes given as text.
-        spec = TopicSpec(partitions, retention_age_s, retention_bytes, write_once)  # type: ignore[arg-type]
-        wanted = checked(ask.CreateTopic(name, spec))
+        spec = made(TopicSpec, partitions, retention_age_s, retention_bytes, write_once)
         if write_once is not None:
             self._bus.need("write-once")
-        found: TopicInfo = await self._bus.ask(wanted)
+        found: TopicInfo = await self._bus.ask(ask.CreateTopic(name, spec))
         return found
 
     async def configure(
@@ -107,15 +105,14 @@ class Topics(Desk):
         write_once: bool | None = None,
     ) -> TopicInfo:
         """Change the retention of a topic; what is left out stays as it is."""
-        wanted = checked(
-            ask.ConfigureTopic(
-                name,
-                None,
-                retention_age_s,
-                retention_bytes,
-                write_once,
-                self._actor,  # type: ignore[arg-type]
-            )
+        wanted = made(
+            ask.ConfigureTopic,
+            name,
+            None,
+            retention_age_s,
+            retention_bytes,
+            write_once,
+            self._actor,
         )
         if write_once is not None:
             self._bus.need("write-once")
@@ -199,7 +196,7 @@ class DeadLetters(Desk):
         """Give dead letters back to their consumer; restate the exact target, and confirm="REPLAY"."""
         self._bus.need("dead-letter-replay")
         found: Outcome = await self._bus.ask(
-            ask.ReplayDead(ids, target_consumer, target_topic, actor, reason, confirm)
+            made(ask.ReplayDead, ids, target_consumer, target_topic, actor, reason, confirm)
         )
         return found
 
@@ -225,7 +222,7 @@ class DeadLetters(Desk):
     ) -> Outcome:
         """Take dead letters out of the view, with confirm="PURGE"; the log keeps the events."""
         self._bus.need("dead-letter-replay")
-        found: Outcome = await self._bus.ask(ask.PurgeDead(ids, actor, reason, confirm))
+        found: Outcome = await self._bus.ask(made(ask.PurgeDead, ids, actor, reason, confirm))
         return found
 
 
@@ -334,14 +331,15 @@ class Schedules(Desk):
         payload = codecs.get(name).encode(value)
         every_us = None if every is None else parse_every(every)
         found: Definition = await self._bus.ask(
-            ask.PutSchedule(
+            made(
+                ask.PutSchedule,
                 id,
                 topic,
                 payload,
                 name,
                 {} if headers is None else headers,
                 cron,
-                every_us,  # type: ignore[arg-type]
+                every_us,
                 self._actor,
             )
         )

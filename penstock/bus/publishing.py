@@ -76,7 +76,7 @@ class Drafting:
         if key is not None:
             draft.keys = [self._key("key", key)]
         if headers is not None:
-            self._check_headers(headers)
+            self.check_headers(headers)
             draft.headers = [headers] if headers else None
         if token is not None or idempotency_key is not None:
             if token is not None and idempotency_key is not None:
@@ -169,7 +169,7 @@ class Drafting:
             headers = column("headers", headers, draft.count)
             for each in headers:
                 if each is not None:
-                    self._check_headers(each)
+                    self.check_headers(each)
             draft.headers = headers
         return draft
 
@@ -217,7 +217,8 @@ class Drafting:
             )
         return raw
 
-    def _check_headers(self, headers: Mapping[str, str]) -> None:
+    def check_headers(self, headers: Mapping[str, str]) -> None:
+        """Raise InvalidHeaders unless these map text to text, within the limits."""
         if not isinstance(headers, Mapping):
             raise refused("headers", "a mapping of text to text", headers, InvalidHeaders)
         size = 0
