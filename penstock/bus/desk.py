@@ -10,7 +10,7 @@ import msgspec
 from penstock.core.audit import AuditRecord, State
 from penstock.core.auditproof import Verdict
 from penstock.core.catalogue import Route
-from penstock.core.entry import TopicSpec
+from penstock.core.entry import MAX_TOPIC_PARTITIONS, TopicSpec
 from penstock.core.schedule import Definition, parse_every
 from penstock.core.state import DeadLetter
 from penstock.engines import request as ask
@@ -23,6 +23,7 @@ from penstock.model.parameter import (
     Moment,
     Seconds,
     Size,
+    count,
     made,
     moment_us,
     place,
@@ -121,10 +122,9 @@ class Topics(Desk):
 
     async def grow(self, name: str, partitions: int) -> TopicInfo:
         """Add partitions; keys move by consistent hashing."""
+        wanted = count("partitions", partitions, least=1, most=MAX_TOPIC_PARTITIONS)
         self._bus.need("grow-partitions")
-        found: TopicInfo = await self._bus.ask(
-            ask.ConfigureTopic(name, partitions, actor=self._actor)
-        )
+        found: TopicInfo = await self._bus.ask(ask.ConfigureTopic(name, wanted, actor=self._actor))
         return found
 
     async def delete(self, name: str) -> None:

@@ -31,7 +31,7 @@ from penstock.model.settings import Settings
 from penstock.model.token import parse_token, token_of_key
 from penstock.model.topic import check_topic, tenant_of
 
-Key = bytes | str | None
+Key = bytes | str
 Token = bytes | str | uuid.UUID
 MAX_PRIORITY = 9
 MAX_PARTITION = (1 << 31) - 1
@@ -52,7 +52,7 @@ class Drafting:
         topic: str,
         value: Any,
         *,
-        key: Key = None,
+        key: Key | None = None,
         headers: Mapping[str, str] | None = None,
         token: Token | None = None,
         idempotency_key: str | None = None,
@@ -101,7 +101,7 @@ class Drafting:
         topic: str,
         values: Any,
         *,
-        keys: Sequence[Key] | None = None,
+        keys: Sequence[Key | None] | None = None,
         headers: Sequence[Mapping[str, str] | None] | None = None,
         tokens: Sequence[Token] | None = None,
         idempotency_keys: Sequence[str] | None = None,
@@ -153,7 +153,7 @@ class Drafting:
         values: Any,
         tenant: str,
         codec: str | None,
-        keys: Sequence[Key] | None,
+        keys: Sequence[Key | None] | None,
         headers: Sequence[Mapping[str, str] | None] | None,
     ) -> Draft:
         if codec is None and set(map(type, values)) == {bytes}:
@@ -196,7 +196,7 @@ class Drafting:
                 count=count,
             )
 
-    def _keys(self, keys: Sequence[Key]) -> Sequence[bytes | None]:
+    def _keys(self, keys: Sequence[Key | None]) -> Sequence[bytes | None]:
         plain = set(map(type, keys)) == {bytes}
         if plain and max(map(len, keys)) <= self._limits.max_key_bytes:  # type: ignore[arg-type]
             return keys  # type: ignore[return-value]
