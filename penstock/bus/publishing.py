@@ -197,9 +197,15 @@ class Drafting:
             )
 
     def _keys(self, keys: Sequence[Key | None]) -> Sequence[bytes | None]:
-        plain = set(map(type, keys)) == {bytes}
-        if plain and max(map(len, keys)) <= self._limits.max_key_bytes:  # type: ignore[arg-type]
-            return keys  # type: ignore[return-value]
+        kinds = set(map(type, keys))
+        try:
+            plain: Any = keys if kinds == {bytes} else None
+            if kinds == {str}:
+                plain = [key.encode() for key in keys]  # type: ignore[union-attr]
+            if plain and max(map(len, plain)) <= self._limits.max_key_bytes:
+                return plain  # type: ignore[no-any-return]
+        except UnicodeEncodeError:
+            pass  # which one it is, is found below
         return [None if key is None else self._key("keys", key) for key in keys]
 
     def _key(self, parameter: str, key: bytes | str) -> bytes:
@@ -225,12 +231,11 @@ class Drafting:
         for name, each in headers.items():
             if not isinstance(name, str) or not isinstance(each, str):
                 raise refused("headers", "a mapping of text to text", headers, InvalidHeaders)
-            if not encodable(name) or not encodable(each):
-                raise refused(
-                    "headers", "text that UTF-8 can hold, without half a character", name,
-                    InvalidHeaders,
-                )  # fmt: skip
-            size += len(name.encode()) + len(each.encode())
+            try:
+                size += len(name.encode()) + len(each.encode())
+            except UnicodeEncodeError:
+                half = "text that UTF-8 can hold, without half a character"
+                raise refused("headers", half, name, InvalidHeaders) from None
         if len(headers) > self._limits.max_headers or size > self._limits.max_headers_bytes:
             raise InvalidHeaders(
                 f"{len(headers)} headers of {size} bytes are over the limit of "

@@ -207,9 +207,9 @@ async def test_json_stores_no_number_that_it_does_not_have(
 ) -> None:
     """A8: it would be read back as null."""
     for value in (number, {"a": [1, number]}, [None, {"b": number}], Order({"a"}, number), Parcel(Order(set(), number), [])):  # fmt: skip
-        with pytest.raises(errors.EncodeFailed, match=f"JSON has no {number}"):
+        with pytest.raises(errors.EncodeFailed, match="JSON has no nan and no infinity"):
             await bus.publish(topic, value)
-        with pytest.raises(errors.EncodeFailed, match=f"JSON has no {number}"):
+        with pytest.raises(errors.EncodeFailed, match="JSON has no nan and no infinity"):
             await bus.publish_many(topic, [1, value])
     await bus.publish(topic, {"a": None, "b": [None, 1.5, "null"]})
     await bus.publish(topic, {"a": number}, codec="msgpack")
