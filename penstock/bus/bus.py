@@ -22,7 +22,7 @@ from penstock.bus.requests import Requests
 from penstock.bus.subscription import Subscription
 from penstock.bus.transaction import Transaction
 from penstock.core.assignment import Strategy
-from penstock.core.entry import GroupSpec
+from penstock.core.entry import MIN_LEASE_S, GroupSpec
 from penstock.core.retry import Retry
 from penstock.engines import request as ask
 from penstock.engines.engine import Draft, Engine, Request, Subscribe
@@ -195,6 +195,8 @@ class Bus:
     async def ask(self, request: Request) -> Any:
         """Send an administrative request to the engine."""
         self._check_open()
+        if not isinstance(request, Request):
+            raise refused("request", "a request of penstock.engines.request", request)
         return await self.engine.ask(checked(request))
 
     @staticmethod
@@ -209,7 +211,7 @@ class Bus:
         topic: str,
         value: Any,
         *,
-        key: Key = None,
+        key: Key | None = None,
         headers: Mapping[str, str] | None = None,
         token: Token | None = None,
         idempotency_key: str | None = None,
@@ -237,7 +239,7 @@ class Bus:
         topic: str,
         value: Any,
         *,
-        key: Key = None,
+        key: Key | None = None,
         headers: Mapping[str, str] | None = None,
         token: Token | None = None,
         idempotency_key: str | None = None,
@@ -278,7 +280,7 @@ class Bus:
         topic: str,
         values: Any,
         *,
-        keys: Sequence[Key] | None = None,
+        keys: Sequence[Key | None] | None = None,
         headers: Sequence[Mapping[str, str] | None] | None = None,
         tokens: Sequence[Token] | None = None,
         idempotency_keys: Sequence[str] | None = None,
@@ -307,7 +309,7 @@ class Bus:
         topic: str,
         values: Any,
         *,
-        keys: Sequence[Key] | None = None,
+        keys: Sequence[Key | None] | None = None,
         headers: Sequence[Mapping[str, str] | None] | None = None,
         tokens: Sequence[Token] | None = None,
         idempotency_keys: Sequence[str] | None = None,
@@ -421,18 +423,22 @@ class Bus:
         """
         group = text("group", group, least=1, most=MAX_NAME_CHARACTERS)
         concurrency = count("concurrency", concurrency, least=1, most=MAX_CONCURRENCY)
-        if max_inflight is None:
-            most = min(HANDLER_PREFETCH, self.settings.delivery.max_inflight)
-            max_inflight = max(concurrency, most)
-        lease = seconds("lease_s", self.settings.delivery.lease_s if lease_s is None else lease_s)
-        timeout = seconds("timeout_s", lease if timeout_s is None else timeout_s, least=0.001)
+        inflight = max_inflight
+        if inflight is None:
+            inflight = max(concurrency, min(HANDLER_PREFETCH, self.settings.delivery.max_inflight))
+        lease = seconds(
+            "lease_s",
+            self.settings.delivery.lease_s if lease_s is None else lease_s,
+            least=MIN_LEASE_S,
+        )
+        timeout = lease if timeout_s is None else seconds("timeout_s", timeout_s, least=MIN_LEASE_S)
         if self._state == "closed" or self._closing is not None:
             raise BusClosed("this bus was closed; call penstock.connect again")
 
         def open_subscription() -> Subscription:
             return self.subscribe(
                 pattern, group=group, retry=retry, order=order, filter=filter, start=start,
-                max_inflight=max_inflight, lease_s=lease_s,
+                max_inflight=inflight, lease_s=lease,
             )  # fmt: skip
 
         open_subscription()  # a wrong value is refused here, not when the handler starts
@@ -550,16 +556,20 @@ class Bus:
         timeout_s: Seconds = 5.0,
         type: Any = None,
         headers: Mapping[str, str] | None = None,
-        key: Key = None,
+        key: Key | None = None,
     ) -> Any:
         """Publish a request and wait for what its handler returns."""
         self._check_open()
         self.need("request-reply")
         timeout = seconds("timeout_s", timeout_s, least=MIN_TTL_S)
+        if headers is not None:
+            self.drafting.check_headers(headers)
         return await self._requests.ask(topic, value, timeout, type, headers, key)
 
     async def reply(self, request: Event, value: Any) -> None:
         """Answer a request; handlers do this with what they return."""
+        if not isinstance(request, Event):
+            raise refused("request", "the event of a request", request)
         await self._requests.answer(request, value)
 
 

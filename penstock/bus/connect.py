@@ -21,7 +21,7 @@ from penstock.model.compressor import compressors
 from penstock.model.errors import InvalidSettings, UnknownScheme
 from penstock.model.event import Identity
 from penstock.model.loader import load, unknown
-from penstock.model.parameter import checked, refused, text
+from penstock.model.parameter import checked, path, refused
 from penstock.model.settings import Settings
 
 # Served by engines of later releases; named here so that the refusal can say so.
@@ -69,18 +69,18 @@ def connect(
     identity = checked(identity)
     codecs.get(settings.media.codec)
     compressors.get(settings.media.compressor)
-    scheme, path, options = _parse(_url(url))
+    scheme, place, options = _parse(_url(url))
     if token is not None and scheme not in BROKER:
         raise InvalidSettings("only a broker asks for a token; leave it out", key="token")
     engine: Engine
     if scheme in BROKER:
-        engine = broker_engine(scheme, path, settings, identity, options.get("client", ""), token)
+        engine = broker_engine(scheme, place, settings, identity, options.get("client", ""), token)
     elif scheme == "mem":
         engine = MemoryEngine(settings)
     elif options.get("mode") == "ro":
-        engine = FollowerEngine(RealDisk(path), settings)
+        engine = FollowerEngine(RealDisk(place), settings)
     else:
-        engine = EmbeddedEngine(RealDisk(path), settings)
+        engine = EmbeddedEngine(RealDisk(place), settings)
     without = frozenset(filter(None, options.get("without", "").split(",")))
     return Bus(engine, settings, identity, engine.capabilities - without)
 
@@ -88,10 +88,7 @@ def connect(
 def _url(url: object) -> str:
     if not isinstance(url, str | PurePath):
         raise refused("url", "text or a Path", url)
-    written = text("url", str(url), least=1)
-    if "\0" in written:
-        raise refused("url", "text without a zero byte", written)
-    return written
+    return path("url", str(url))
 
 
 def tell_unknown() -> None:

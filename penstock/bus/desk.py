@@ -11,7 +11,7 @@ import msgspec
 from penstock.core.audit import AuditRecord, State
 from penstock.core.auditproof import Verdict
 from penstock.core.catalogue import Route
-from penstock.core.entry import TopicSpec
+from penstock.core.entry import MAX_TOPIC_PARTITIONS, TopicSpec
 from penstock.core.schedule import Definition, parse_every
 from penstock.core.state import DeadLetter
 from penstock.engines import request as ask
@@ -24,7 +24,8 @@ from penstock.model.parameter import (
     Moment,
     Seconds,
     Size,
-    checked,
+    count,
+    made,
     moment_us,
     place,
     text,
@@ -92,12 +93,10 @@ class Topics(Desk):
     ) -> TopicInfo:
         """Make a topic before anybody publishes to it."""
         check_topic(name)
-        # `ask` converts durations and sizes given as text.
-        spec = TopicSpec(partitions, retention_age_s, retention_bytes, write_once)  # type: ignore[arg-type]
-        wanted = checked(ask.CreateTopic(name, spec))
+        spec = made(TopicSpec, partitions, retention_age_s, retention_bytes, write_once)
         if write_once is not None:
             self._bus.need("write-once")
-        found: TopicInfo = await self._bus.ask(wanted)
+        found: TopicInfo = await self._bus.ask(ask.CreateTopic(name, spec))
         return found
 
     async def configure(
@@ -109,15 +108,14 @@ class Topics(Desk):
         write_once: bool | None = None,
     ) -> TopicInfo:
         """Change the retention of a topic; what is left out stays as it is."""
-        wanted = checked(
-            ask.ConfigureTopic(
-                name,
-                None,
-                retention_age_s,
-                retention_bytes,
-                write_once,
-                self._actor,  # type: ignore[arg-type]
-            )
+        wanted = made(
+            ask.ConfigureTopic,
+            name,
+            None,
+            retention_age_s,
+            retention_bytes,
+            write_once,
+            self._actor,
         )
         if write_once is not None:
             self._bus.need("write-once")
@@ -126,10 +124,9 @@ class Topics(Desk):
 
     async def grow(self, name: str, partitions: int) -> TopicInfo:
         """Add partitions; keys move by consistent hashing."""
+        wanted = count("partitions", partitions, least=1, most=MAX_TOPIC_PARTITIONS)
         self._bus.need("grow-partitions")
-        found: TopicInfo = await self._bus.ask(
-            ask.ConfigureTopic(name, partitions, actor=self._actor)
-        )
+        found: TopicInfo = await self._bus.ask(ask.ConfigureTopic(name, wanted, actor=self._actor))
         return found
 
     async def seal(self) -> None:
@@ -235,7 +232,9 @@ class DeadLetters(Desk):
         """
         self._bus.need("dead-letter-replay")
         found: Outcome = await self._bus.ask(
-            ask.ReplayDead(ids, target_consumer, target_topic, actor, reason, confirm, dry_run)
+            made(
+                ask.ReplayDead, ids, target_consumer, target_topic, actor, reason, confirm, dry_run
+            )
         )
         return found
 
@@ -270,7 +269,9 @@ class DeadLetters(Desk):
         `dry_run` changes nothing, needs no confirmation and returns what would become of each.
         """
         self._bus.need("dead-letter-replay")
-        found: Outcome = await self._bus.ask(ask.PurgeDead(ids, actor, reason, confirm, dry_run))
+        found: Outcome = await self._bus.ask(
+            made(ask.PurgeDead, ids, actor, reason, confirm, dry_run)
+        )
         return found
 
 
@@ -382,14 +383,15 @@ class Schedules(Desk):
         payload = codecs.get(name).encode(value)
         every_us = None if every is None else parse_every(every)
         found: Definition = await self._bus.ask(
-            ask.PutSchedule(
+            made(
+                ask.PutSchedule,
                 id,
                 topic,
                 payload,
                 name,
                 {} if headers is None else headers,
                 cron,
-                every_us,  # type: ignore[arg-type]
+                every_us,
                 self._actor,
             )
         )

@@ -37,7 +37,7 @@ from penstock.model.settings import Settings
 from penstock.model.token import parse_token, token_of_key
 from penstock.model.topic import check_topic, tenant_of
 
-Key = bytes | str | None
+Key = bytes | str
 Token = bytes | str | uuid.UUID
 MAX_PRIORITY = 9
 MAX_PARTITION = (1 << 31) - 1
@@ -58,7 +58,7 @@ class Drafting:
         topic: str,
         value: Any,
         *,
-        key: Key = None,
+        key: Key | None = None,
         headers: Mapping[str, str] | None = None,
         token: Token | None = None,
         idempotency_key: str | None = None,
@@ -82,7 +82,7 @@ class Drafting:
         if key is not None:
             draft.keys = [self._key("key", key)]
         if headers is not None:
-            self._check_headers(headers)
+            self.check_headers(headers)
             draft.headers = [headers] if headers else None
         if token is not None or idempotency_key is not None:
             if token is not None and idempotency_key is not None:
@@ -107,7 +107,7 @@ class Drafting:
         topic: str,
         values: Any,
         *,
-        keys: Sequence[Key] | None = None,
+        keys: Sequence[Key | None] | None = None,
         headers: Sequence[Mapping[str, str] | None] | None = None,
         tokens: Sequence[Token] | None = None,
         idempotency_keys: Sequence[str] | None = None,
@@ -159,7 +159,7 @@ class Drafting:
         values: Any,
         tenant: str,
         codec: str | None,
-        keys: Sequence[Key] | None,
+        keys: Sequence[Key | None] | None,
         headers: Sequence[Mapping[str, str] | None] | None,
     ) -> Draft:
         if codec is None and set(map(type, values)) == {bytes}:
@@ -175,7 +175,7 @@ class Drafting:
             headers = column("headers", headers, draft.count)
             for each in headers:
                 if each is not None:
-                    self._check_headers(each)
+                    self.check_headers(each)
             draft.headers = headers
         return draft
 
@@ -199,10 +199,16 @@ class Drafting:
             most, found = self._limits.max_batch_events, f"a batch of {count} events"
             raise over_limit(InvalidBatch, "max_batch_events", most, found, "Publish it in parts")
 
-    def _keys(self, keys: Sequence[Key]) -> Sequence[bytes | None]:
-        plain = set(map(type, keys)) == {bytes}
-        if plain and max(map(len, keys)) <= self._limits.max_key_bytes:  # type: ignore[arg-type]
-            return keys  # type: ignore[return-value]
+    def _keys(self, keys: Sequence[Key | None]) -> Sequence[bytes | None]:
+        kinds = set(map(type, keys))
+        try:
+            plain: Any = keys if kinds == {bytes} else None
+            if kinds == {str}:
+                plain = [key.encode() for key in keys]  # type: ignore[union-attr]
+            if plain and max(map(len, plain)) <= self._limits.max_key_bytes:
+                return plain  # type: ignore[no-any-return]
+        except UnicodeEncodeError:
+            pass  # which one it is, is found below
         return [None if key is None else self._key("keys", key) for key in keys]
 
     def _key(self, parameter: str, key: bytes | str) -> bytes:
@@ -217,19 +223,19 @@ class Drafting:
             raise over_limit(InvalidInput, "max_key_bytes", most, found, "Shorten it")
         return raw
 
-    def _check_headers(self, headers: Mapping[str, str]) -> None:
+    def check_headers(self, headers: Mapping[str, str]) -> None:
+        """Raise InvalidHeaders unless these map text to text, within the limits."""
         if not isinstance(headers, Mapping):
             raise refused("headers", "a mapping of text to text", headers, InvalidHeaders)
         size = 0
         for name, each in headers.items():
             if not isinstance(name, str) or not isinstance(each, str):
                 raise refused("headers", "a mapping of text to text", headers, InvalidHeaders)
-            if not encodable(name) or not encodable(each):
-                raise refused(
-                    "headers", "text that UTF-8 can hold, without half a character", name,
-                    InvalidHeaders,
-                )  # fmt: skip
-            size += len(name.encode()) + len(each.encode())
+            try:
+                size += len(name.encode()) + len(each.encode())
+            except UnicodeEncodeError:
+                half = "text that UTF-8 can hold, without half a character"
+                raise refused("headers", half, name, InvalidHeaders) from None
         for limit, value, found in (
             ("max_headers", len(headers), f"an event with {len(headers)} headers"),
             ("max_headers_bytes", size, f"an event with {size} bytes of headers"),

@@ -12,7 +12,7 @@ from penstock.engines.engine import Delivery, LogFeed, QueueFeed
 from penstock.model.batch import EventBatch
 from penstock.model.errors import BrokerUnreachable, BusClosed, ConnectionLost, InvalidInput
 from penstock.model.event import Event
-from penstock.model.parameter import Seconds, seconds
+from penstock.model.parameter import Seconds, many, refused, seconds
 
 
 class Subscription:
@@ -162,12 +162,12 @@ class Subscription:
 
     async def ack(self, events: Iterable[Event]) -> None:
         """Ack many events."""
-        for event in events:
+        for event in _events(events):
             await event.ack()
 
     async def nack(self, events: Iterable[Event], delay_s: Seconds | None = None) -> None:
         """Nack many events."""
-        for event in events:
+        for event in _events(events):
             await event.nack(delay_s)
 
 
@@ -175,3 +175,15 @@ def _heard(received: asyncio.Future[Any]) -> None:
     """A wait that was given up may fail with nobody to hear it; whoever calls next still does."""
     if not received.cancelled():
         received.exception()
+
+
+def _events(events: Iterable[Event]) -> list[Event]:
+    """All of them, before the first is settled."""
+    found: list[Event] = many("events", events, item=_event)
+    return found
+
+
+def _event(parameter: str, event: object) -> Event:
+    if not isinstance(event, Event):
+        raise refused(parameter, "an event of this subscription", event)
+    return event

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any, Self
 
 from penstock.bus import tracing
 from penstock.bus.publishing import key_token
+from penstock.bus.subscription import Subscription
 from penstock.engines.engine import Draft, Settle
 from penstock.engines.engine import Transaction as EngineTransaction
 from penstock.model.errors import InvalidInput
 from penstock.model.event import Event, Receipt
+from penstock.model.parameter import refused
 
 if TYPE_CHECKING:
     from penstock.bus.bus import Bus
-    from penstock.bus.subscription import Subscription
 
 
 class Transaction:
@@ -78,11 +79,15 @@ class Transaction:
     def ack(self, event: Event) -> None:
         """Ack a leased event when the transaction commits."""
         self._check_open()
+        if not isinstance(event, Event):
+            raise refused("event", "an event of a queue subscription", event)
         self._parts.acks.append(Settle(event._leased(), event.index))
 
     def commit(self, subscription: Subscription) -> None:
         """Commit a log subscription's cursor when the transaction commits."""
         self._check_open()
+        if not isinstance(subscription, Subscription):
+            raise refused("subscription", 'a subscription with mode="log"', subscription)
         self._parts.cursors.append(subscription.cursor())
 
     def _check_open(self) -> None:

@@ -34,8 +34,8 @@ def command() -> None:
 @click.pass_obj
 def query(invocation: Invocation, /, id_: str | None, start: Any, end: Any, **selection: Any) -> None:  # fmt: skip
     """Show the records that match all that is given."""
-    before = {"message": id_, "since": start, "until": end}  # what the options were called before
-    selection |= {name: value for name, value in before.items() if value is not None}
+    former = {"message": id_, "since": start, "until": end}  # what the options were called before
+    selection |= {name: value for name, value in former.items() if value is not None}
 
     async def work(bus: penstock.Bus) -> list[Any]:
         return list(await bus.audit.query(**selection))

@@ -23,6 +23,7 @@ from penstock.model.parameter import (
     Span,
     count,
     engine_place,
+    path,
 )
 
 
@@ -183,7 +184,7 @@ class VerifyAudit(Request, frozen=True):
 class ExportAudit(Request, frozen=True):
     """Copy the audit chain to a folder."""
 
-    folder: str
+    folder: Annotated[str, path]
 
 
 class ListRoutes(Request, frozen=True):

@@ -65,20 +65,32 @@ class StructuredCodec:
         self._decoders: dict[Any, Callable[[Buffer], Any]] = {None: decoder(Any)}
 
     def encode(self, value: Any) -> bytes:
-        """Bytes for one value."""
+        """Bytes for one value; what could not be read back is refused."""
         try:
-            return self._encode(value)
+            data = self._encode(value)
+            self._check(value, data)
+        except EncodeFailed:
+            raise
         except Exception as error:
             raise encode_failed(self.name, error, "$" + blame(value, self._encode)) from error
+        return data
 
     def encode_many(self, values: Sequence[Any]) -> list[bytes]:
         """Bytes for each value; the path of a failure starts with its index."""
         try:
-            return list(map(self._encode, values))
+            found = list(map(self._encode, values))
+            self._check(values if isinstance(values, list) else list(values), b" ".join(found))
+        except EncodeFailed:
+            raise
         except Exception as error:
             raise encode_failed(
                 self.name, error, "$" + blame(list(values), self._encode)
             ) from error
+        return found
+
+    def _check(self, value: Any, data: bytes) -> None:
+        """Raise EncodeFailed when the bytes of a value stand for something else."""
+        raise NotImplementedError
 
     def decode(self, data: Buffer, type: Any = None) -> Any:
         """The value: plain dicts and lists, or an instance of `type`."""
@@ -112,22 +124,11 @@ class JsonCodec(StructuredCodec):
     def __init__(self) -> None:
         super().__init__(msgspec.json.Encoder(enc_hook=_model_to_json).encode, _json_decoder)
 
-    def encode(self, value: Any) -> bytes:
-        """Bytes for one value; what JSON could not give back is refused."""
-        data = super().encode(value)
-        if b"null" in data or b"[" in data:
-            _check_kept(self.name, value, "$")
-        return data
-
-    def encode_many(self, values: Sequence[Any]) -> list[bytes]:
-        """Bytes for each value; the path of a failure starts with its index."""
-        found = super().encode_many(values)
-        joined = b" ".join(found)
-        if b"null" in joined or b"[" in joined:
-            for at, (value, data) in enumerate(zip(values, found, strict=True)):
-                if b"null" in data or b"[" in data:
-                    _check_kept(self.name, value, f"$[{at}]")
-        return found
+    def _check(self, value: Any, data: bytes) -> None:
+        if b"[" in data:
+            check_sets(self.name, value)
+        if b"null" in data:
+            check_numbers(self.name, value)
 
 
 class MsgpackCodec(StructuredCodec):
@@ -143,18 +144,8 @@ class MsgpackCodec(StructuredCodec):
     def __init__(self) -> None:
         super().__init__(msgspec.msgpack.Encoder(enc_hook=_model_to_dict).encode, _msgpack_decoder)
 
-    def encode(self, value: Any) -> bytes:
-        """Bytes for one value; what msgpack could not give back is refused."""
-        data = super().encode(value)
-        _check_kept(self.name, value, "$")
-        return data
-
-    def encode_many(self, values: Sequence[Any]) -> list[bytes]:
-        """Bytes for each value; the path of a failure starts with its index."""
-        found = super().encode_many(values)
-        for at, value in enumerate(values):
-            _check_kept(self.name, value, f"$[{at}]")
-        return found
+    def _check(self, value: Any, data: bytes) -> None:
+        check_sets(self.name, value)
 
 
 class RawCodec:
@@ -288,37 +279,63 @@ def encode_many(codec: Codec, values: Sequence[Any]) -> list[bytes]:
     return many(values) if many else [codec.encode(value) for value in values]
 
 
-PLAIN = frozenset({str, int, bool, type(None), bytes})
-"""What has no parts and is read back as it was."""
+PLAIN = frozenset({str, int, float, bool, type(None), bytes})
+"""What has no parts."""
+_NOT_FINITE = re.compile(rb"\xcb[\x7f\xff][\xf0-\xff]")
+"""A double that is infinite or no number, as msgpack writes it; other bytes can look the same."""
 
 
-def _check_kept(codec: str, value: Any, path: str) -> None:
-    """Raise EncodeFailed when a value holds what a reader would get back as something else.
+def check_sets(codec: str, value: Any) -> None:
+    """Raise EncodeFailed where plain data holds a set: it would be read back as a list.
 
     A set is fine in a field of a struct or a model, whose type makes a set of the list again.
     """
-    found = _changed(value, codec == "json", typed=False, depth=0)
-    if found is not None:
-        raise encode_failed(codec, ValueError(found[1]), path + found[0])
+    if _has_set(value):
+        path = _path_to(value, lambda part: isinstance(part, set | frozenset), 0)
+        error = ValueError("a set would be read back as a list; send a list")
+        raise encode_failed(codec, error, f"${path}")
 
 
-def _changed(value: Any, json: bool, *, typed: bool, depth: int) -> tuple[str, str] | None:
-    """Path and problem of the first part that would be read back changed; None when there is none."""
-    if type(value) in PLAIN or depth >= MAX_BLAME_DEPTH:
-        return None
-    if isinstance(value, float):
-        changed = json and not math.isfinite(value)
-        return ("", f"JSON has no {value}; send None or text") if changed else None
-    if isinstance(value, set | frozenset):
-        return None if typed else ("", "a set would be read back as a list; send a list")
-    parts = value.values() if isinstance(value, dict) else value
-    if isinstance(value, dict | list | tuple) and set(map(type, parts)) <= PLAIN:
-        return None
-    typed = typed or not isinstance(value, dict | list | tuple)
-    for step, part in _children(value):
-        found = _changed(part, json, typed=typed, depth=depth + 1)
-        if found is not None:
-            return step + found[0], found[1]
+def _has_set(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return isinstance(value, set | frozenset)
+    for part in value:  # noqa: SIM110 - a generator would double the cost
+        if type(part) not in PLAIN and _has_set(part):
+            return True
+    return False
+
+
+def check_numbers(codec: str, value: Any) -> None:
+    """Raise EncodeFailed where a value holds a number that JSON does not have: it would be null.
+
+    All of it is written as msgpack, which takes a fraction of looking at each part.
+    """
+    try:
+        if _NOT_FINITE.search(_to_msgpack(value)) is None:
+            return
+    except (TypeError, ValueError, OverflowError):
+        pass  # msgpack does not have it: each part is looked at
+    path = _path_to(value, _is_not_finite, 0)
+    if path is not None:
+        error = ValueError("JSON has no nan and no infinity; send None or text")
+        raise encode_failed(codec, error, f"${path}")
+
+
+def _is_not_finite(part: Any) -> bool:
+    return isinstance(part, float) and not math.isfinite(part)
+
+
+def _path_to(value: Any, wanted: Callable[[Any], bool], depth: int) -> str | None:
+    """The path to the first part that is wanted; None when there is none."""
+    if wanted(value):
+        return ""
+    if depth < MAX_BLAME_DEPTH and type(value) not in PLAIN:
+        for step, part in _children(value):
+            found = _path_to(part, wanted, depth + 1)
+            if found is not None:
+                return step + found
     return None
 
 
@@ -332,6 +349,9 @@ def _model_to_dict(value: Any) -> Any:
     if hasattr(value, "model_dump"):
         return value.model_dump()
     raise TypeError(f"no way to write {type(value).__name__}")
+
+
+_to_msgpack = msgspec.msgpack.Encoder(enc_hook=_model_to_dict).encode
 
 
 def _dict_to_model(type: Any, value: Any) -> Any:

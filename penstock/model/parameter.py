@@ -193,6 +193,18 @@ def text(parameter: str, value: Any, *, least: int = 0, most: int = MAX_TEXT_CHA
     return value if type(value) is str else str.__str__(value)
 
 
+def path(parameter: str, value: Any) -> str:
+    """Where a file or folder is.
+
+    >>> path("folder", "/data")
+    '/data'
+    """
+    written = text(parameter, value, least=1)
+    if "\0" in written:
+        raise refused(parameter, "a path without a zero byte", value)
+    return written
+
+
 def encodable(value: str) -> bool:
     """Whether UTF-8 can hold a text: not when it has a lone surrogate."""
     if value.isascii():
@@ -396,6 +408,17 @@ def checked(struct: S) -> S:
         if converted is not value:
             changes[name] = converted
     return msgspec.structs.replace(struct, **changes) if changes else struct
+
+
+def made(kind: type[S], *values: Any, **fields: Any) -> S:
+    """A request made of what callers pass, converted and checked.
+
+    >>> class Wish(msgspec.Struct):
+    ...     lease_s: Annotated[float, seconds] = 30.0
+    >>> made(Wish, "5m").lease_s
+    300.0
+    """
+    return checked(kind(*values, **fields))
 
 
 @cache

@@ -10,6 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -259,8 +260,9 @@ class Producer:
     async def publish(self, tenant: str, count: int) -> None:
         """Publish some events of a tenant at once."""
         for made in self._sample.make(tenant, count, self._bus.wall_us()):
+            times = [datetime.fromtimestamp(at_us / 1e6, UTC) for at_us in made.event_times]
             await self._bus.publish_many(
-                made.topic, made.payloads, keys=made.keys, event_times=made.event_times
+                made.topic, made.payloads, keys=made.keys, event_times=times
             )
             self.published[tenant] += made.counts
 

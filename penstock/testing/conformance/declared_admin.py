@@ -34,7 +34,7 @@ class TestGroupReset(Declared):
     async def test_positions(self, bus: penstock.Bus, topic: str, group: str, mode: str) -> None:
         """A group is moved to the first event, to the end or to an offset, forwards and backwards."""
         receipt = await bus.publish_many(topic, numbers(6))
-        offsets = [each.offset for each in receipt.ids()]
+        offsets = [f"offset:{each.offset}" for each in receipt.ids()]
         async with bus.subscribe(topic, group=group, mode=mode) as sub:
             await take(sub, 6)
             if mode == "log":

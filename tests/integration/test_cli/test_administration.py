@@ -137,9 +137,9 @@ def test_routes_and_schedules_are_audited_with_what_was_before(cli) -> None:
     assert [each["operation"] for each in routes] == [
         "route.put", "route.put", "route.disable", "route.remove",
     ]  # fmt: skip
-    route = {"type": "fanout", "priority": 1, "enabled": "True", "tenant": None}
+    route = {"type": "fanout", "priority": 1, "enabled": True, "tenant": None}
     states = [{"status": None}, route, route | {"priority": 2}]
-    states += [route | {"priority": 2, "enabled": "False"}, {"status": "removed"}]
+    states += [route | {"priority": 2, "enabled": False}, {"status": "removed"}]
     assert [each["prior"] for each in routes] == states[:-1]
     afters = [state | {"version": at} for at, state in enumerate(states)]
     assert [each["result"] for each in routes] == afters[1:]
