@@ -47,13 +47,13 @@ from penstock.engines.taken import Taken
 from penstock.engines.timekeeper import Timekeeper
 from penstock.engines.topics import Topics
 from penstock.engines.views import known_partition
-from penstock.log.disk import Disk, Lock, read_file, write_file
+from penstock.log.disk import Disk, Lock, read_file, refused, unusable, write_file
 from penstock.log.journal import Journal
 from penstock.log.recovery import Recovered, open_for_writing
 from penstock.model.batch import EventBatch
 from penstock.model.errors import (
     BusClosed,
-    DiskFull,
+    DiskRefused,
     PenstockError,
     Rejected,
 )
@@ -102,14 +102,17 @@ class EmbeddedEngine:
     async def open(self) -> None:
         """Lock, recover, and go on where the last life ended."""
         self.runtime.attach(asyncio.get_running_loop())
-        self._lock = await self.runtime.read(self._take_lock)
         try:
+            self._lock = await self.runtime.read(self._take_lock)
             self.recovered: Recovered = await self.runtime.read(
                 open_for_writing, self.disk, self.settings
             )
             await self._start()
-        except BaseException:
-            self._lock.release()
+        except BaseException as error:
+            if self._lock is not None:
+                self._lock.release()
+            if isinstance(error, OSError):
+                raise unusable(error) from error
             raise
         self.is_open = True
 
@@ -166,7 +169,7 @@ class EmbeddedEngine:
             for topic, spec in self.state.topics.items()
             if spec.ephemeral
         ]
-        with contextlib.suppress(DiskFull):  # then they end with the next life
+        with contextlib.suppress(DiskRefused):  # then they end with the next life
             await self.intake.submit([], entries=ended)
         for group in list(self.dispatcher.groups.values()):
             self.dispatcher.pump(group)
@@ -187,7 +190,7 @@ class EmbeddedEngine:
             self.dispatcher.pump(group)
         try:
             # On a full disk the next life finds in the journal what is doomed, and what is not audited.
-            with contextlib.suppress(DiskFull):
+            with contextlib.suppress(DiskRefused):
                 await self.graveyard.settled()
             await self.commits.close()
             await self.audit.end()
@@ -330,11 +333,7 @@ class EmbeddedEngine:
             try:
                 await self.runtime.read(write_file, self.disk, ROUTES, [data])
             except OSError as error:
-                raise DiskFull(
-                    f"the route catalogue could not be written ({error.strerror}); nothing was "
-                    "changed. Free some space, then try again",
-                    retry_after_s=1.0,
-                ) from error
+                raise refused(error, "the route catalogue") from error
 
     async def flush(self) -> None:
         """Everything settled so far is durable when it returns."""

@@ -19,7 +19,7 @@ from penstock.engines.reading import event_at, stored_batches
 from penstock.engines.runtime import Runtime
 from penstock.engines.views import known_partition, recorded_group, topic_info
 from penstock.log.auditreader import AuditReader
-from penstock.log.disk import Disk, read_file
+from penstock.log.disk import Disk, read_file, unusable
 from penstock.log.recovery import Recovery, check_folder
 from penstock.model.batch import EventBatch
 from penstock.model.errors import UnknownDeadLetter, UnknownGroup, Unsupported
@@ -53,7 +53,10 @@ class FollowerEngine:
 
     async def open(self) -> None:
         """Read the folder as it is now."""
-        self._recovery = await self.runtime.read(self._recover)
+        try:
+            self._recovery = await self.runtime.read(self._recover)
+        except OSError as error:
+            raise unusable(error) from error
         self.log, self.state = self._recovery.log, self._recovery.fold.state
         self.log.refresh = self._advance
         self._poller = asyncio.create_task(self._poll(), name="penstock-follow")

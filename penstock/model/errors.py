@@ -41,7 +41,8 @@
     │   ├── Throttled                   rejected.throttled
     │   ├── Dropped                     rejected.dropped
     │   ├── ReplayLimited               rejected.replay-limited
-    │   └── DiskFull                    rejected.disk-full
+    │   └── DiskRefused                 rejected.disk-refused
+    │       └── DiskFull                rejected.disk-full
     ├── StorageError                    storage.*          the folder or the disk
     │   ├── FolderLocked                storage.locked
     │   ├── FormatTooNew                storage.format-too-new
@@ -121,6 +122,7 @@ __all__ = [
     "Deferred",
     "DeliveryError",
     "DiskFull",
+    "DiskRefused",
     "Dropped",
     "EncodeFailed",
     "Fenced",
@@ -417,7 +419,13 @@ class ReplayLimited(Rejected):
     code = "rejected.replay-limited"
 
 
-class DiskFull(Rejected):
+class DiskRefused(Rejected):
+    """The system does not let the bus write: `errno` says why; reads go on, and it is tried again."""
+
+    code = "rejected.disk-refused"
+
+
+class DiskFull(DiskRefused):
     """The disk has no room for more events; reads go on, publishing resumes with space."""
 
     code = "rejected.disk-full"

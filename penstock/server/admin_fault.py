@@ -22,6 +22,7 @@ STATUSES = {
     "rejected": 429,
     "rejected.deferred": 503,
     "rejected.disk-full": 507,
+    "rejected.disk-refused": 503,
     "storage": 503,
     "access.denied": 403,
     "access.unauthenticated": 401,

@@ -18,8 +18,8 @@ import pyarrow as pa
 from penstock.core.audit import Head, decode_line
 from penstock.log.auditreader import AuditReader
 from penstock.log.auditseal import FOLDER, refuse_newer
-from penstock.log.segment import FOLDER as SEGMENTS
 from penstock.log.disk import RealDisk, read_file
+from penstock.log.segment import FOLDER as SEGMENTS
 from penstock.model.errors import Corrupted, InvalidSettings, NotADataFolder
 from penstock.pipelines.builtin import audit_walk
 from penstock.pipelines.builtin.audit_walk import Chain, Piece
