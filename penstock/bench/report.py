@@ -1,7 +1,7 @@
 """Shows benchmark results to people: one run as a table, two runs as what changed.
 
 A change counts only when it is larger than the noise: the spread between the rounds of either
-run.
+run. Fewer than three rounds have no spread to speak of, and the comparison says so.
 """
 
 from __future__ import annotations
@@ -21,16 +21,23 @@ MIN_NOISE = 0.03
 LARGER_IS_BETTER = ("per_s", "mb_per_s")
 COMPARED = ("per_s", "mb_per_s", "p50_ms", "p95_ms", "p99_ms", "cpu", "rss_mb")
 
-Verdict = Literal["better", "worse", "within noise"]
+# Two rounds that happen to agree would pass for a quiet machine.
+FEWEST_ROUNDS = 3
+UNKNOWN = "not enough rounds to tell"
+
+Verdict = Literal["better", "worse", "within noise", "not enough rounds to tell"]
 
 
 def compare(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     """What changed from result `a` to result `b` of the same case, metric by metric.
 
-    >>> old = {"case": "c", "penstock": {"per_s": 100.0}, "peers": {}, "ratio": {}, "samples": {}}
-    >>> new = old | {"penstock": {"per_s": 150.0}}
-    >>> compare(old, new)["metrics"][0]["verdict"]
+    >>> def run(*rounds):
+    ...     samples = {"penstock": [{"per_s": each} for each in rounds]}
+    ...     return {"case": "c", "penstock": {"per_s": rounds[0]}, "peers": {}, "ratio": {}, "samples": samples}
+    >>> compare(run(100, 101, 99), run(150, 151, 149))["metrics"][0]["verdict"]
     'better'
+    >>> compare(run(100), run(150))["metrics"][0]["verdict"]
+    'not enough rounds to tell'
     """
     if a["case"] != b["case"]:
         raise InvalidInput(
@@ -41,14 +48,15 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     metrics = []
     for name, old, new, rounds in _pairs(a, b):
         noise = max(MIN_NOISE, *(spread(values) for values in rounds))
+        told = min(map(len, rounds)) >= FEWEST_ROUNDS
         metrics.append(
             {
                 "metric": name,
                 "a": old,
                 "b": new,
                 "change": round(new / old - 1, 4) if old else None,
-                "noise": round(noise, 4),
-                "verdict": _verdict(name, old, new, noise),
+                "noise": round(noise, 4) if told else None,
+                "verdict": _verdict(name, old, new, noise) if told else UNKNOWN,
             }
         )
     return {"case": a["case"], "metrics": metrics}
@@ -143,7 +151,7 @@ def compare_table(change: dict[str, Any]) -> Table:
     for heading in ("a", "b", "change", "noise"):
         table.add_column(heading, justify="right")
     table.add_column("verdict")
-    colours = {"better": "green", "worse": "red", "within noise": "dim"}
+    colours = {"better": "green", "worse": "red"}
     for row in change["metrics"]:
         moved = "" if row["change"] is None else f"{row['change']:+.1%}"
         table.add_row(
@@ -151,7 +159,7 @@ def compare_table(change: dict[str, Any]) -> Table:
             f"{row['a']:,.5g}",
             f"{row['b']:,.5g}",
             moved,
-            f"{row['noise']:.1%}",
-            f"[{colours[row['verdict']]}]{row['verdict']}[/]",
+            "" if row["noise"] is None else f"{row['noise']:.1%}",
+            f"[{colours.get(row['verdict'], 'dim')}]{row['verdict']}[/]",
         )
     return table

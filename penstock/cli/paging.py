@@ -6,10 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from penstock.cli import output
 from penstock.model.page import MAX_PAGE, MAX_SKIP
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+def note_rest(there: int, limit: int, offset: int) -> None:
+    """Say how much of a list a page leaves out."""
+    rest = there - offset - limit
+    if rest > 0:
+        output.note(f"{rest} more: go on with --offset {offset + limit}, or raise --limit")
 
 
 def page_options(limit: int) -> Callable[[Any], Any]:

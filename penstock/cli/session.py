@@ -8,7 +8,7 @@ import click
 
 from penstock.cli import output
 from penstock.cli.invocation import Invocation, Noun
-from penstock.cli.paging import page_options
+from penstock.cli.paging import note_rest, page_options
 from penstock.cli.visit import look, require_broker
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def command() -> None:
 @page_options(limit=1_000)
 @click.pass_obj
 def list_(invocation: Invocation, limit: int, offset: int) -> None:
-    """List the sessions of clients: those of your tenant, all for an admin.
+    """List the sessions of clients: those of your tenant, all for an admin; says when there are more.
 
     A session outlives its connection: one without a connection waits for its client to come back.
     """
@@ -37,5 +37,7 @@ def list_(invocation: Invocation, limit: int, offset: int) -> None:
 
         return list(await bus.ask(ListSessions()))
 
-    rows = look(invocation, work)[offset : offset + limit]
+    found = look(invocation, work)
+    rows = found[offset : offset + limit]
     output.show_rows(invocation, map(output.plain, rows), COLUMNS)
+    note_rest(len(found), limit, offset)

@@ -8,7 +8,7 @@ import click
 
 from penstock.cli import output
 from penstock.cli.invocation import Invocation, Noun
-from penstock.cli.paging import page_options
+from penstock.cli.paging import note_rest, page_options
 from penstock.cli.visit import look, require_broker
 
 if TYPE_CHECKING:
@@ -34,10 +34,12 @@ def list_(invocation: Invocation, limit: int, offset: int) -> None:
 
         return list(await bus.ask(ListTenants()))
 
-    rows = [output.plain(row) for row in look(invocation, work)[offset : offset + limit]]
+    found = look(invocation, work)
+    rows = [output.plain(row) for row in found[offset : offset + limit]]
     if not invocation.json:  # only what is set and what happened
         rows = [row | {"limits": _limits(row), "refusals": _short(row["refusals"])} for row in rows]
     output.show_rows(invocation, rows, COLUMNS)
+    note_rest(len(found), limit, offset)
 
 
 def _limits(row: dict[str, Any]) -> str | None:

@@ -20,7 +20,7 @@ from penstock.engines.pending import Submission
 from penstock.log.auditlog import AuditLog
 from penstock.log.auditreader import AuditReader
 from penstock.log.manifest_log import AuditMark
-from penstock.model.errors import DiskFull, PenstockError
+from penstock.model.errors import DiskRefused, PenstockError
 
 if TYPE_CHECKING:
     from penstock.engines.embedded import EmbeddedEngine
@@ -56,7 +56,7 @@ class AuditTrail:
         try:
             self.log.append_missing(self._late)
             self._late = []
-        except DiskFull:  # no reason not to start: it is in the journal, and follows
+        except DiskRefused:  # no reason not to start: it is in the journal, and follows
             self.position = self._late[0].ref
 
     def start(self) -> None:
@@ -113,26 +113,26 @@ class AuditTrail:
                     self._errands.full = None
                     self.position = max(self.position, end)
                     return
-                except DiskFull as error:
+                except DiskRefused as error:
                     await self._errands.waits(error)
                 except PenstockError as error:
                     self.failure = error.message
                     raise
 
     async def settled(self) -> None:
-        """Return when all that is committed is in the chain; raises DiskFull when that waits for room."""
+        """Return when all that is committed is in the chain; raises DiskRefused when that waits for the disk."""
         try:
             await self._errands.settled()
-        except DiskFull as error:
-            raise DiskFull(
-                "the disk is full, and the audit trail lacks the last actions; the journal has them, "
-                "and nothing is lost. Free some space, then ask again",
-                retry_after_s=error.retry_after_s,
+        except DiskRefused as error:
+            raise type(error)(
+                f"the audit trail lacks the last actions; the journal has them, and nothing is lost: "
+                f"{error.message}",
+                **error.data,
             ) from error
 
     async def end(self) -> None:
         """Append what there is room for, and leave the rest to the next life."""
-        with contextlib.suppress(DiskFull):
+        with contextlib.suppress(DiskRefused):
             await self.settled()
         await self._errands.end()  # the file is closed next: nobody may be writing to it
 

@@ -22,7 +22,7 @@ from penstock.engines.turnstile import Turnstile
 from penstock.engines.writer import SIDE_BY_SIDE, Writer, Writing
 from penstock.log.frame import CONTROL
 from penstock.log.journal import Journal
-from penstock.model.errors import BusClosed, DiskFull, PenstockError, WriterFailed
+from penstock.model.errors import BusClosed, DiskRefused, PenstockError, WriterFailed
 from penstock.model.settings import Settings
 
 # Acks alone do not hurry: they ride the next commit, and get one of their own after this long.
@@ -70,7 +70,7 @@ class CommitLoop:
         """Taken and not known to be durable, oldest first; None where there was nothing to write."""
         self._task: asyncio.Task[None] | None = None
         self._syncer: asyncio.Task[None] | None = None
-        self._full: DiskFull | None = None
+        self._full: DiskRefused | None = None
         self._full_until = 0.0
         self._closing = False
 
@@ -166,7 +166,7 @@ class CommitLoop:
                 self._linger.cancel()
             self._stop(BusClosed("the bus is closed; this was not stored. Connect again"))
         if done is not None:
-            with contextlib.suppress(DiskFull):  # what was settled last is delivered again
+            with contextlib.suppress(DiskRefused):  # what was settled last is delivered again
                 await done
 
     # -- the loop ------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ class CommitLoop:
         try:
             await self._runtime.write(self._journal.prepare, wanted)
             self._full = None
-        except DiskFull as error:
+        except DiskRefused as error:
             self._full = error
             self._full_until = self._runtime.now() + FULL_RETRY_S
             asyncio.get_running_loop().call_later(FULL_RETRY_S, self.hurry)

@@ -151,7 +151,7 @@ class Graveyard:
             self._burials.add(self._engine.spawn(self._bury(group, chunk)))
 
     async def settled(self) -> None:
-        """Return when everything doomed so far is buried; raises DiskFull when it waits for room."""
+        """Return when everything doomed so far is buried; raises DiskRefused when it waits for the disk."""
         await self._burials.settled()
 
     async def _bury(self, group: QueueGroup, doomed: Sequence[Doomed]) -> None:

@@ -48,14 +48,14 @@ from penstock.engines.timekeeper import Timekeeper
 from penstock.engines.topics import Topics
 from penstock.engines.unread import Unread
 from penstock.engines.views import known_partition
-from penstock.log.disk import Disk, Lock, no_folder, read_file, write_file
+from penstock.log.disk import Disk, Lock, no_folder, read_file, refused, unusable, write_file
 from penstock.log.handovers import Handovers
 from penstock.log.journal import Journal
 from penstock.log.recovery import Recovered, open_for_writing, refuse_foreign
 from penstock.model.batch import EventBatch
 from penstock.model.errors import (
     BusClosed,
-    DiskFull,
+    DiskRefused,
     PenstockError,
     Rejected,
 )
@@ -110,13 +110,15 @@ class EmbeddedEngine:
                 open_for_writing, self.disk, self.settings
             )
             await self._start()
-        except BaseException:
+        except BaseException as error:
             for task in list(self._tasks):
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             if self._lock is not None:
                 self._lock.release()
             self.runtime.close()
+            if isinstance(error, OSError):
+                raise unusable(error) from error
             raise
         self.is_open = True
 
@@ -181,7 +183,7 @@ class EmbeddedEngine:
             for topic, spec in self.state.topics.items()
             if spec.ephemeral
         ]
-        with contextlib.suppress(DiskFull):  # then they end with the next life
+        with contextlib.suppress(DiskRefused):  # then they end with the next life
             await self.intake.submit([], entries=ended)
             self.handovers.begin(found.epoch + 1)
         for group in list(self.dispatcher.groups.values()):
@@ -203,7 +205,7 @@ class EmbeddedEngine:
             self.dispatcher.pump(group)
         try:
             # On a full disk the next life finds in the journal what is doomed, and what is not audited.
-            with contextlib.suppress(DiskFull):
+            with contextlib.suppress(DiskRefused):
                 await self.graveyard.settled()
             await self.commits.close()
             await self.audit.end()
@@ -346,11 +348,7 @@ class EmbeddedEngine:
             try:
                 await self.runtime.read(write_file, self.disk, ROUTES, [data])
             except OSError as error:
-                raise DiskFull(
-                    f"the route catalogue could not be written ({error.strerror}); nothing was "
-                    "changed. Free some space, then try again",
-                    retry_after_s=1.0,
-                ) from error
+                raise refused(error, "the route catalogue") from error
 
     async def flush(self) -> None:
         """Everything settled so far is durable when it returns."""

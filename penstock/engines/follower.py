@@ -19,7 +19,7 @@ from penstock.engines.reading import event_at, stored_batches
 from penstock.engines.runtime import Runtime
 from penstock.engines.views import known_partition, recorded_group, topic_info
 from penstock.log.auditreader import AuditReader
-from penstock.log.disk import Disk, no_folder, read_file
+from penstock.log.disk import Disk, no_folder, read_file, unusable
 from penstock.log.recovery import Recovery, check_folder
 from penstock.model.batch import EventBatch
 from penstock.model.errors import UnknownDeadLetter, UnknownGroup, Unsupported
@@ -56,8 +56,10 @@ class FollowerEngine:
         self.runtime.attach(asyncio.get_running_loop())
         try:
             self._recovery = await self.runtime.read(self._recover)
-        except BaseException:
+        except BaseException as error:
             self.runtime.close()
+            if isinstance(error, OSError):
+                raise unusable(error) from error
             raise
         self.log, self.state = self._recovery.log, self._recovery.fold.state
         self.log.refresh = self._advance

@@ -19,7 +19,7 @@ from penstock.core.state import INBOX
 from penstock.engines.deadletters import DEAD_LETTERS
 from penstock.engines.timekeeper import SCHEDULED
 from penstock.engines.views import retention_of
-from penstock.log.disk import RealDisk
+from penstock.log.disk import RealDisk, advice_for
 from penstock.log.frame import frames
 from penstock.log.journal import file_bases, file_name, sealed_batches
 from penstock.log.merge import plan_merge
@@ -92,6 +92,8 @@ class Housekeeper:
                 pause_s = self._pause_s()
             except (PenstockError, OSError) as error:
                 self.problem, busy, pause_s = str(error), False, RETRY_S
+                if isinstance(error, OSError):
+                    self.problem += f": {advice_for(error)}"
             if not busy:
                 try:
                     async with asyncio.timeout(pause_s):

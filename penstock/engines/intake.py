@@ -18,10 +18,10 @@ from penstock.engines.pending import Submission
 from penstock.engines.timekeeper import SCHEDULED
 from penstock.engines.turnstile import Turnstile
 from penstock.engines.views import known_partition
+from penstock.log.disk import refused
 from penstock.log.side import put_aside
 from penstock.model.errors import (
     BusClosed,
-    DiskFull,
     InvalidInput,
     PayloadTooLarge,
     RetentionFull,
@@ -119,11 +119,7 @@ class Intake:
             )
         except OSError as error:
             size = batch.payload_column.largest()
-            raise DiskFull(
-                f"no room for a payload of {size} bytes ({error.strerror}); nothing was "
-                "stored. Free some space; publishing resumes by itself",
-                retry_after_s=1.0,
-            ) from None
+            raise refused(error, f"a payload of {size} bytes") from None
         self.aside_bytes += size
         draft.batch = batch
 

@@ -11,7 +11,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from penstock.engines.engine import Draft
-from penstock.model.errors import DiskFull, PenstockError
+from penstock.model.errors import DiskRefused, PenstockError
 
 if TYPE_CHECKING:
     from penstock.engines.embedded import EmbeddedEngine
@@ -61,7 +61,7 @@ class Keyring:
         if offset >= self._engine.log.partition(marker_topic(tenant), 0).end:
             # The first one is being written: "it has happened" must not be said before it is true.
             # Without room for what was settled since, the commit it is in is durable all the same.
-            with contextlib.suppress(DiskFull):
+            with contextlib.suppress(DiskRefused):
                 await self._engine.commits.flush()
         return True
 

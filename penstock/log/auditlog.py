@@ -28,15 +28,14 @@ from penstock.log.auditexport import export_files
 from penstock.log.auditreader import AuditReader
 from penstock.log.auditrecovery import Recovered, find_end, write_head
 from penstock.log.auditseal import FOLDER, Manifest, identity_of
-from penstock.log.disk import NO_ROOM, Disk, write_file
-from penstock.model.errors import DiskFull, InvalidInput, InvalidSettings, WriterFailed
+from penstock.log.disk import NO_ROOM, Disk, refused, write_file
+from penstock.model.errors import DiskRefused, InvalidInput, InvalidSettings, WriterFailed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 MAX_FILE_BYTES = 16 << 20  # about 40,000 records: opens in a pager, and recovers in half a second
 MAX_BATCH_BYTES = 64 << 20  # what one append may hold in memory before it is written
-FULL_RETRY_S = 1.0  # space comes back at the pace of people and retention, not of milliseconds
 
 
 class AuditLog:
@@ -135,7 +134,7 @@ class AuditLog:
     def append_many(self, entries: Iterable[AuditEntry]) -> list[AuditRecord]:
         """Record all the entries with one sync; they are durable when this returns.
 
-        All or nothing: DiskFull and InvalidInput leave the log as it was; after WriterFailed the
+        All or nothing: DiskRefused and InvalidInput leave the log as it was; after WriterFailed the
         log must be opened anew, and may or may not hold the entries.
         """
         self._check_usable()
@@ -239,7 +238,7 @@ class AuditLog:
     def close(self) -> None:
         """Sign the end, save the head and let go of the file."""
         if self._failure is None:
-            with contextlib.suppress(DiskFull):  # the last signed place stays a valid one
+            with contextlib.suppress(DiskRefused):  # the last signed place stays a valid one
                 self.checkpoint(at_us=self._at_us)
             self._failure = "it was closed"
         self._file.close()
@@ -259,11 +258,7 @@ class AuditLog:
         ) from error
 
     def _full(self, error: OSError) -> NoReturn:
-        raise DiskFull(
-            "no room for audit records; nothing was recorded. Free space and try again",
-            retry_after_s=FULL_RETRY_S,
-            file=self._path,
-        ) from error
+        raise refused(error, f"an audit record in {self._path}") from error
 
     def _write(self, lines: list[bytes]) -> None:
         try:

@@ -20,13 +20,66 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
-from penstock.model.errors import FolderLocked, NotADataFolder
+from penstock.model.errors import DiskFull, DiskRefused, FolderLocked, NotADataFolder, StorageError
 
 Bytes = bytes | bytearray | memoryview
 
 IOV_MAX = 1024  # what Linux takes in one writev
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)  # the disk is full, or what this user may have of it
 DSYNC = getattr(os, "RWF_DSYNC", 0)  # Linux; elsewhere a write and a sync
+
+
+_PERMISSION = "this user may not write there: check owner and permissions of the folder"
+ADVICE = {
+    errno.EROFS: "the file system is read-only: mount it for writing (after a failure of the disk "
+    "the system makes it so by itself: look in its log)",
+    errno.EACCES: _PERMISSION,
+    errno.EPERM: _PERMISSION,
+    errno.EMFILE: "this process has too many files open: raise its limit (LimitNOFILE=, ulimit -n)",
+    errno.ENFILE: "the system has too many files open: raise fs.file-max",
+    errno.ENOSPC: "free some space, or lower retention",
+    errno.EDQUOT: "free some space, or raise the quota of this user",
+    errno.EIO: "the disk failed: look in the system's log, and replace it",
+}
+RETRY_S = 1.0  # permissions, mounts and room come back at the pace of people
+
+
+def advice_for(error: OSError) -> str:
+    """What to do about an error of the system.
+
+    >>> advice_for(OSError(errno.EIO, "Input/output error"))
+    "the disk failed: look in the system's log, and replace it"
+    """
+    return ADVICE.get(error.errno or 0, "check the disk, the folder and its permissions")
+
+
+def refused(error: OSError, what: str, **data: int) -> DiskRefused:
+    """What a caller hears whose write the system refused, before anything of it was there."""
+    if error.errno in NO_ROOM:
+        return DiskFull(
+            f"no room for {what} ({error.strerror}); nothing was changed. Free some space or "
+            "lower retention; publishing resumes by itself, and reads never stopped",
+            retry_after_s=RETRY_S,
+            errno=error.errno,
+            **data,
+        )
+    return DiskRefused(
+        f"{what} could not be written ({error.strerror}): {advice_for(error)}. Nothing was "
+        "changed; publishing resumes by itself, and reads never stopped",
+        retry_after_s=RETRY_S,
+        errno=error.errno,
+        **data,
+    )
+
+
+def unusable(error: OSError) -> StorageError:
+    """What the caller hears who opens a folder and the system refuses it."""
+    where = "" if error.filename is None else f"{error.filename}: "
+    return StorageError(
+        f"{where}{error.strerror}: {advice_for(error)}; nothing was changed",
+        path=error.filename,
+        errno=error.errno,
+    )
 
 
 class File(Protocol):
@@ -159,10 +212,10 @@ NO_PLACE = {
 }  # fmt: skip
 
 
-def no_folder(error: OSError) -> Exception:
-    """What opening a folder raises: where another place must be named, that; else the error itself."""
+def no_folder(error: OSError) -> StorageError:
+    """What the caller hears whose folder is not there or cannot be made: another place must be named."""
     if error.errno not in NO_PLACE:
-        return error
+        return unusable(error)
     return NotADataFolder(
         f"the folder cannot be opened: {error.strerror}: {error.filename!r}. Name a folder that this "
         "user may read and write, or one that can be made",

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 import msgspec
 
-from penstock.log.disk import Bytes, Disk, File
+from penstock.log.disk import Bytes, Disk, File, advice_for, refused
 from penstock.log.frame import (
     BATCH,
     FILE_HEADER,
@@ -27,7 +28,7 @@ from penstock.log.frame import (
 from penstock.log.side import attach
 from penstock.model.batch import EventBatch
 from penstock.model.checksum import crc32
-from penstock.model.errors import Corrupted, DiskFull, WriterFailed
+from penstock.model.errors import Corrupted, WriterFailed
 from penstock.model.settings import Journal as JournalSettings
 
 FOLDER = "journal"
@@ -224,26 +225,22 @@ class Journal:
     # -- on the disk -----------------------------------------------------------------------------
 
     def prepare(self, size: int) -> None:
-        """Allocate the spare file; raises DiskFull when there is no room, and changes nothing."""
+        """Allocate the spare file; raises DiskRefused where there is no room or no way, and changes nothing."""
         if self._spare is not None:
             self._spare.close()
             self._spare, self._spare_bytes = None, 0
-        if self._disk.exists(SPARE):
-            self._disk.remove(SPARE)
         file: File | None = None
         try:
+            if self._disk.exists(SPARE):
+                self._disk.remove(SPARE)
             file = self._disk.open(SPARE, create=True)
             file.allocate(size)
         except OSError as error:
             if file is not None:
                 file.close()
-                self._disk.remove(SPARE)
-            raise DiskFull(
-                f"no room for {size} bytes of journal ({error.strerror}): nothing was lost, reads "
-                "go on. Free some space or lower retention; publishing resumes by itself",
-                retry_after_s=1.0,
-                needed_bytes=size,
-            ) from None
+                with suppress(OSError):  # it is removed before the next attempt
+                    self._disk.remove(SPARE)
+            raise refused(error, f"a journal file of {size} bytes", needed_bytes=size) from None
         self._spare, self._spare_bytes = file, size
 
     def write(self, commit: Commit, *, sync: bool) -> None:
@@ -303,8 +300,8 @@ class Journal:
     def fail(self, error: OSError) -> WriterFailed:
         """The disk refused: nothing is taken any more; returns the error to raise."""
         self.failed = WriterFailed(
-            f"the disk could not make events durable ({error.strerror}); what was acknowledged is "
-            "kept, what was not may be lost. Check the disk, then open the folder again",
+            f"the disk could not make events durable ({error.strerror}): {advice_for(error)}. What was "
+            "acknowledged is kept, what was not may be lost; open the folder again when that is done",
             errno=error.errno,
         )
         return self.failed

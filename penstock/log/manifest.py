@@ -162,6 +162,17 @@ class Manifest(SegmentIndex):
             path=_path(self.generation),
         )
 
+    @property
+    def path(self) -> str:
+        """Its file."""
+        return _path(self.generation)
+
+    def unnamed(self) -> list[str]:
+        """Segment files that are there and in no record."""
+        live = {info.path for info in self._segments.values()}
+        paths = [f"{FOLDER}/{name}" for name in self._disk.list(FOLDER)]
+        return [path for path in paths if path.endswith(".parquet") and path not in live]
+
     def remove_orphans(self) -> list[str]:
         """Delete the files that `report` lists: left by a crash, in no record, in nobody's use."""
         removed = []
@@ -294,6 +305,11 @@ class Manifest(SegmentIndex):
         here = set(names)
         for info in self._segments.values():
             if info.path.rpartition("/")[2] not in here:
+                if unnamed := self.unnamed():
+                    raise self._damaged(
+                        f"it is cut, or an older copy: it names {info.path}, which is gone, and not "
+                        f"{len(unnamed)} segment files that are there ({unnamed[0]})"
+                    )
                 raise corrupted(info, "the file is missing")
             file = self._disk.open(info.path)
             size = file.size()

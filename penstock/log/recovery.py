@@ -215,6 +215,17 @@ class Recovery:
     def _check_start(self, wanted: list[int]) -> None:
         first = wanted[0] if wanted else self._promised
         if first > self.position:
+            unnamed = self.manifest.unnamed()
+            if unnamed:
+                path = self.manifest.path
+                raise Corrupted(
+                    f"{path} is cut, or an older copy: it ends at position {self.position} of the "
+                    f"journal, which begins at {first}, and it does not name {len(unnamed)} segment "
+                    f"files that are there ({unnamed[0]}). Restore it from a backup; if it is whole, "
+                    f"{file_name(self.position)} is missing. Nothing was deleted",
+                    path=path,
+                    position=self.position,
+                )
             raise Corrupted(
                 f"{file_name(self.position)} is missing: the journal before {first} is neither in "
                 "a file nor sealed. Restore it from a copy; nothing was deleted",

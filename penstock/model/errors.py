@@ -43,7 +43,8 @@
     │   ├── Dropped                     rejected.dropped
     │   ├── ReplayLimited               rejected.replay-limited
     │   ├── RetentionFull               rejected.retention-full
-    │   └── DiskFull                    rejected.disk-full
+    │   └── DiskRefused                 rejected.disk-refused
+    │       └── DiskFull                rejected.disk-full
     ├── StorageError                    storage.*          the folder or the disk
     │   ├── FolderLocked                storage.locked
     │   ├── FormatTooNew                storage.format-too-new
@@ -130,6 +131,7 @@ __all__ = [
     "Deferred",
     "DeliveryError",
     "DiskFull",
+    "DiskRefused",
     "Dropped",
     "EncodeFailed",
     "Fenced",
@@ -458,7 +460,13 @@ class RetentionFull(Rejected):
     code = "rejected.retention-full"
 
 
-class DiskFull(Rejected):
+class DiskRefused(Rejected):
+    """The system does not let the bus write: `errno` says why; reads go on, and it is tried again."""
+
+    code = "rejected.disk-refused"
+
+
+class DiskFull(DiskRefused):
     """The disk has no room for more events; reads go on, publishing resumes with space."""
 
     code = "rejected.disk-full"

@@ -23,6 +23,7 @@ STATUSES = {
     "rejected.deferred": 503,
     "rejected.disk-full": 507,
     "rejected.retention-full": 507,
+    "rejected.disk-refused": 503,
     "storage": 503,
     "access.denied": 403,
     "access.unauthenticated": 401,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import inspect
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -210,18 +212,32 @@ def _bounded(app: ASGIApp) -> ASGIApp:
                 limit=MAX_HEAD_BYTES,
             )
             answer = _refusal(wrong, HEAD_TOO_LARGE)
-        await answer(scope, receive, send)
+        ends = tuple(scope["server"] or ()), tuple(scope["client"] or ())
+        connection = _connections.get(ends)
+        with contextlib.nullcontext() if connection is None else connection.answering():
+            await answer(scope, receive, send)
 
     return bounded
 
 
-class _Timely(H11Protocol):
-    """HTTP/1.1 whose clients send and read in time: uvicorn itself waits for them for ever."""
+Ends = tuple[tuple[Any, ...], tuple[Any, ...]]
+_connections: WeakValueDictionary[Ends, _Timely] = WeakValueDictionary()
+"""By their addresses here and there, which an ASGI scope has too."""
 
-    _patience: asyncio.TimerHandle | None = None
-    _unread: asyncio.TimerHandle | None = None
+
+class _Timely(H11Protocol):
+    """HTTP/1.1 whose clients send and read in time: uvicorn itself waits for them for ever.
+
+    Of uvicorn it uses what `asyncio.Protocol` defines and what ASGI says, and nothing from inside.
+    """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._link = transport
+        self._under_way = 0
+        self._patience: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
+        here, there = (transport.get_extra_info(name) or () for name in ("sockname", "peername"))
+        _connections[tuple(here[:2]), tuple(there[:2])] = self
         super().connection_made(transport)
         self._wait()
 
@@ -238,7 +254,8 @@ class _Timely(H11Protocol):
     def pause_writing(self) -> None:
         """The client does not read what it asked for: it has some time to go on."""
         super().pause_writing()
-        self._unread = self.loop.call_later(READ_TIMEOUT_S, self.transport.abort)
+        loop = asyncio.get_running_loop()
+        self._unread = loop.call_later(READ_TIMEOUT_S, self._link.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -246,19 +263,52 @@ class _Timely(H11Protocol):
             self._unread.cancel()
             self._unread = None
 
-    def _wait(self) -> None:
-        """Give the rest of a head its time; a request whose head is here has the body's instead."""
-        if self.cycle is not None and not self.cycle.response_complete:
-            if self._patience is not None:
-                self._patience.cancel()
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        """A request whose head is here: its client is not hurried until it has its answer."""
+        self._under_way += 1
+        if self._patience is not None:
+            self._patience.cancel()
             self._patience = None
-        elif self._patience is None:
-            self._patience = self.loop.call_later(HEAD_TIMEOUT_S, self._give_up)
+        try:
+            yield
+        finally:
+            self._under_way -= 1
+
+    def _wait(self) -> None:
+        """Give the rest of a head its time."""
+        if not self._under_way and self._patience is None:
+            loop = asyncio.get_running_loop()
+            self._patience = loop.call_later(HEAD_TIMEOUT_S, self._give_up)
 
     def _give_up(self) -> None:
         self._patience = None
-        if self.cycle is None or self.cycle.response_complete:
-            self.transport.close()
+        if not self._under_way:
+            self._link.close()
+
+
+UVICORN = ">=0.30,<1"
+_OPTIONS = (
+    "http", "ws", "lifespan", "loop", "log_config", "log_level", "access_log", "proxy_headers",
+    "server_header", "limit_concurrency", "h11_max_incomplete_event_size", "timeout_keep_alive",
+    "timeout_graceful_shutdown", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs",
+)  # fmt: skip
+
+
+def check_uvicorn() -> None:
+    """Raise MissingExtra where the uvicorn that is installed is not one this server can work with."""
+    lacks = [name for name in ("serve", "capture_signals") if not hasattr(uvicorn.Server, name)]
+    known = inspect.signature(uvicorn.Config).parameters
+    lacks += [name for name in _OPTIONS if name not in known]
+    if not issubclass(H11Protocol, asyncio.Protocol):
+        lacks.append("H11Protocol")
+    if lacks:
+        raise MissingExtra(
+            f"uvicorn {uvicorn.__version__} has no {', '.join(lacks)}, which HTTP needs: "
+            f"pip install 'uvicorn{UVICORN}', or turn HTTP off with server.http = \"\"",
+            extra="server",
+            missing=lacks,
+        )
 
 
 class _Server(uvicorn.Server):
@@ -281,6 +331,7 @@ class HttpServer:
         tls_key: str = "",
         tls_client_ca: str = "",
     ) -> None:
+        check_uvicorn()
         self._host, self._port = host, port
         config = uvicorn.Config(
             _bounded(app), http=_Timely, ws="none", lifespan="off", loop="none", log_config=None,

@@ -40,7 +40,7 @@ LOOP_SPAN_S = 15.0
 MAX_GROUPS_SHOWN = 1_000
 """Groups in one document, those with the most pressure; it stays below 300 KB."""
 
-BLAMED = frozenset({"deferred", "disk-full", "writer-failed", "corrupted"})
+BLAMED = frozenset({"deferred", "disk-full", "disk-refused", "writer-failed", "corrupted"})
 """Refusals that are the broker's: no room, or a disk that fails. Others are the caller's own doing:
 a quota that is used up, a batch that can never fit, data that breaks a rule."""
 

@@ -22,6 +22,7 @@ import jwt
 import msgspec
 import pytest
 import pytest_asyncio
+import uvicorn
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
@@ -35,7 +36,14 @@ from penstock.cli.invocation import Invocation
 from penstock.engines import request as ask
 from penstock.engines.embedded import EmbeddedEngine
 from penstock.log.disk import RealDisk
-from penstock.model.errors import Deferred, DiskFull, InvalidSettings, Throttled, WriterFailed
+from penstock.model.errors import (
+    Deferred,
+    DiskFull,
+    InvalidSettings,
+    MissingExtra,
+    Throttled,
+    WriterFailed,
+)
 from penstock.model.event import Identity
 from penstock.server import admin_request, http
 from penstock.server.admin_endpoint import Surface
@@ -1044,3 +1052,23 @@ def test_the_page_lists_every_operation() -> None:
         for each in ENDPOINTS
     }
     assert {line for line in lines if line.startswith(("| `GET", "| `P", "| `D"))} == rows
+
+
+@pytest.mark.parametrize("gone", ["capture_signals", "serve"])
+def test_a_uvicorn_without_what_is_needed_is_refused_by_name(
+    gone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in the middle of a request (C12)."""
+    for owner in uvicorn.Server.__mro__:
+        if gone in vars(owner):
+            monkeypatch.delattr(owner, gone)
+    with pytest.raises(MissingExtra, match=rf"uvicorn {uvicorn.__version__} has no {gone}.*pip install 'uvicorn>="):  # fmt: skip
+        http.HttpServer(http.Starlette(), "127.0.0.1", 0)
+
+
+def test_a_uvicorn_that_knows_an_option_no_longer_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(uvicorn, "Config", lambda app: None)
+    with pytest.raises(MissingExtra, match="h11_max_incomplete_event_size"):
+        http.HttpServer(http.Starlette(), "127.0.0.1", 0)

@@ -165,9 +165,20 @@ def test_compare_knows_which_way_is_better() -> None:
     assert verdicts(b, a)["p99_ms"] == "worse"
 
 
-def test_compare_survives_zero_and_single_rounds() -> None:
-    a = result([100], [10], p99=0.0)
-    row = compare(a, result([100], [10], p99=1.0))["metrics"][1]
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_compare_does_not_judge_too_few_rounds(rounds: int) -> None:
+    """Not one that is 3 % off, nor one that is twice as fast; and not when the other has enough (C9)."""
+    few, enough = [100.0] * rounds, [100.0, 100.0, 100.0]
+    for a, b in ((few, [97.0] * rounds), (few, [200.0] * 3), (enough, [50.0] * rounds)):
+        change = compare(result(a, [10] * len(a)), result(b, [10] * len(b)))
+        assert {row["verdict"] for row in change["metrics"]} == {"not enough rounds to tell"}
+        assert {row["noise"] for row in change["metrics"]} == {None}
+        assert compare_table(change).row_count == 4
+
+
+def test_compare_survives_zero() -> None:
+    a = result([100] * 3, [10] * 3, p99=0.0)
+    row = compare(a, result([100] * 3, [10] * 3, p99=1.0))["metrics"][1]
     assert (row["change"], row["verdict"]) == (None, "within noise")
     with pytest.raises(InvalidInput, match="same case"):
         compare(a, a | {"case": "fanout"})

@@ -195,6 +195,9 @@ async def test_sessions_and_tenants(cli: Any, guarded: BrokerProcess) -> None:
             (tenant,) = desk.ok("tenant", "list").rows
             rest = desk.rest("/api/admin/sessions", token("reader"))["items"]
             tenants = desk.rest("/api/admin/tenants", token("reader"))["items"]
+            page = desk.ok("session", "list", "--limit", "1")
+            assert len(page.rows) == 1
+            assert f"{len(asking)} more: go on with --offset 1, or raise --limit" in page.stderr
     assert (till["client"], till["groups"], till["held"]) == ("till", ["billing"], 1)
     assert [each["client"] for each in asking if each["client"] == "stranger"] == []
     assert rest[0] | {"silent_s": 0} == till | {"silent_s": 0}
