@@ -395,7 +395,9 @@ async def event_first(event: penstock.Event, order: dict[str, int]) -> None: ...
 @pytest.mark.parametrize(
     "function", [generate, generate_plainly, keyword_only, anything, event_first, Shop, 5]
 )
-async def test_what_cannot_be_a_handler_is_refused_at_once(mem: penstock.Bus, function: Any) -> None:
+async def test_what_cannot_be_a_handler_is_refused_at_once(
+    mem: penstock.Bus, function: Any
+) -> None:
     with pytest.raises(penstock.InvalidInput, match="write a function of"):
         mem.handler("orders", group="g")(function)
 
