@@ -1,4 +1,4 @@
-"""Closing a bus whose handlers work: they finish, or their events go back at no cost (B2, B8, B9)."""
+"""Closing a bus whose handlers work: they finish, or their events go back at no cost."""
 
 from __future__ import annotations
 
