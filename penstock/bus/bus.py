@@ -164,7 +164,7 @@ class Bus:
                 async with asyncio.timeout(FLUSH_S):
                     await self.engine.flush()
             except (PenstockError, TimeoutError) as error:
-                log.warning("what the handlers did last may be delivered again: %s", error)
+                log.warning("some of what the handlers did may be delivered again: %s", error)
 
     async def __aenter__(self) -> Self:
         return await self.open()

@@ -91,7 +91,8 @@ class Requests:
         """Wait for an answer, and listen again when the inbox was closed meanwhile."""
         while True:
             assert self._listener is not None
-            await asyncio.wait([answer, self._listener], return_when=asyncio.FIRST_COMPLETED)
+            ends: list[asyncio.Future[Any]] = [answer, self._listener]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if answer.done():
                 return answer.result()
             await asyncio.sleep(REOPEN_S)

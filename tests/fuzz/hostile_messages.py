@@ -40,7 +40,7 @@ FULL = say.DraftMeta(
     tokens=[b"t" * 16, b"u" * 16], expires_us=[9, 10], priority=[1, 2], partition=0,
 )  # fmt: skip
 LATER = say.DraftMeta(TOPIC, payloads=[b"a"], expires_us=[10**16], priority=[1], deliver_at_us=1)
-SETTLEMENT = say.Settlement(1, 5, [0, 1], [(1, 0.5, "no")], [(2, "bad")], [(3, 1.0)])
+SETTLEMENT = say.Settlement(1, 5, [0, 1], [(1, 0.5, "no")], [(2, "bad")], [(3, 1.0)], [4])
 HELD = say.Held(7, TOPIC, 0, 0, 5, 1, 5)
 LOG_HELD = say.LogHeld(TOPIC, 0, 0, 2, 1)
 LOG = GroupSpec((TOPIC,), "log")

@@ -1,4 +1,4 @@
-"""Plain functions run as many at once as they were promised, and long work keeps its lease (B10)."""
+"""Plain functions run as many at once as they were promised, and long work keeps its lease."""
 
 from __future__ import annotations
 

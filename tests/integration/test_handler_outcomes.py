@@ -1,4 +1,4 @@
-"""Whatever an event, a result or a reply does fails that event; the handler goes on (B6, B7, B11)."""
+"""Whatever an event, a result or a reply does fails that event; the handler goes on."""
 
 from __future__ import annotations
 

@@ -98,7 +98,8 @@ async def test_settlements_are_reported_in_portions_that_a_broker_reads() -> Non
     many = [say.Settlement(number, handed=1, acks=[0, 1]) for number in range(5_000)]
     nacks = [(index, None, "a reason of some length" * 200) for index in range(3_000)]
     acks = [number for index in range(4_000) for number in (3_000 + 2 * index, 1)]
-    one = say.Settlement(9_999, 11_000, acks, nacks, [(20_000, "bad")], [(20_001, 2.0)])
+    extends, returns = [(20_001, 2.0)], list(range(21_000, 24_000))
+    one = say.Settlement(9_999, 11_000, acks, nacks, [(20_000, "bad")], extends, returns)
     channel.settle([*many, one])
     settles = [say.decode(frame.meta, say.Settle) for frame in link.sent]
     for frame in link.sent:
@@ -111,7 +112,8 @@ async def test_settlements_are_reported_in_portions_that_a_broker_reads() -> Non
     assert [number for each in rest for number in each.acks] == acks
     assert [nack for each in rest for nack in each.nacks] == nacks
     assert [each.rejects for each in rest if each.rejects] == [[(20_000, "bad")]]
-    assert [each.extends for each in rest if each.extends] == [[(20_001, 2.0)]]
+    assert [each.extends for each in rest if each.extends] == [extends]
+    assert [index for each in rest for index in each.returns] == returns
 
 
 @pytest.mark.parametrize("reason", ["", "as it was", "\N{SNOWMAN}" * say.MAX_REASON_CHARACTERS])

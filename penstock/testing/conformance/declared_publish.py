@@ -12,7 +12,7 @@ import pytest
 import penstock
 from penstock import errors
 from penstock.testing.conformance.declared import Declared
-from penstock.testing.conformance.harness import numbers, payloads, read
+from penstock.testing.conformance.harness import numbers, payloads, read, stored
 
 
 class Answer(msgspec.Struct):
@@ -120,6 +120,31 @@ class TestRequestReply(Declared):
         """A request nobody answers raises RequestTimedOut."""
         with pytest.raises(errors.RequestTimedOut):
             await bus.request(topic, b"anyone?", timeout_s=0.2)
+
+    async def test_rejected(self, bus: penstock.Bus, topic: str, group: str) -> None:
+        """A request that becomes a dead letter raises RequestRejected at once, with the reason."""
+
+        @bus.handler(topic, group=group, retry=penstock.Retry(ladder_ms=(20,), max_attempts=2))
+        async def handle(number: int, event: penstock.Event) -> int:
+            if number == 1:
+                raise penstock.Reject("no such account")
+            raise OSError(f"down at attempt {event.attempt}")
+
+        with pytest.raises(errors.RequestRejected, match="no such account"):
+            await bus.request(topic, 1, timeout_s=3_600)
+        with pytest.raises(errors.RequestRejected, match="down at attempt 2"):
+            await bus.request(topic, 2, timeout_s=3_600)
+
+    async def test_addresses(self, bus: penstock.Bus, topic: str, group: str) -> None:
+        """A reply goes to an inbox and nowhere else, whatever a request's header says."""
+
+        @bus.handler(topic, group=group)
+        async def handle(event: penstock.Event) -> bytes:
+            return b"reply"
+
+        await bus.publish(topic, b"x", headers={"penstock-reply-to": f"{topic}.replies"})
+        assert await bus.request(topic, b"y") == b"reply"
+        assert await stored(bus, f"{topic}.replies") == []
 
     async def test_plain_publish(self, bus: penstock.Bus, topic: str, group: str) -> None:
         """What a handler returns for an event that is no request goes nowhere."""

@@ -239,6 +239,42 @@ class TestHandlers(Contract):
         assert done
         assert serving.cancelled() or serving.exception() is None
 
+    async def test_closing(
+        self, bus: penstock.Bus, topic: str, group: str, calls: asyncio.Queue[Any]
+    ) -> None:
+        """A bus that is closed lets its handlers finish, and they begin no other event."""
+        closing = asyncio.Event()
+
+        @bus.handler(topic, group=group)
+        async def handle(event: penstock.Event) -> None:
+            calls.put_nowait(event.payload)
+            await closing.wait()
+            await bus.flush()
+            calls.put_nowait(b"finished")
+
+        await bus.publish_many(topic, numbers(2))
+        assert await next_of(calls) == b"0"
+        closed = asyncio.ensure_future(bus.close(drain_s=DEADLINE_S))
+        await asyncio.sleep(0.05)
+        closing.set()
+        await asyncio.wait_for(closed, DEADLINE_S)
+        assert await next_of(calls) == b"finished"
+        assert calls.empty()
+
+    async def test_closing_from_inside(
+        self, bus: penstock.Bus, topic: str, group: str, calls: asyncio.Queue[Any]
+    ) -> None:
+        """A handler may close its bus."""
+
+        @bus.handler(topic, group=group)
+        async def handle(event: penstock.Event) -> None:
+            await bus.close()
+            calls.put_nowait(event.payload)
+
+        await bus.publish(topic, b"x")
+        await asyncio.wait_for(bus.run(), DEADLINE_S)
+        assert await next_of(calls) == b"x"
+
     async def test_beside_subscriptions(
         self, bus: penstock.Bus, topic: str, group: str, calls: asyncio.Queue[Any]
     ) -> None:
