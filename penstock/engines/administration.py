@@ -280,7 +280,7 @@ class Administration:
                 taken = lost.get(place, 0)
                 lanes.append(LaneInfo(*place, lane.cursor, lane.end, waiting, lag, taken))
             members = sorted(machine.members)
-        return group_info(name, group.spec, members, lanes)
+        return group_info(name, group.spec, members, lanes, engine.groups.routed(name))
 
     async def _list_groups(self, request: ask.ListGroups) -> list[GroupInfo]:
         return [self._group_info(name) for name in sorted(self._engine.state.groups)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from penstock.core.entry import GroupSpec, TopicSpec
@@ -89,6 +91,8 @@ class GroupInfo(msgspec.Struct):
     lanes: list[LaneInfo]
     lost: int = 0
     """Events that retention deleted before the group had read them, since the bus was opened."""
+    routed: list[str] = []
+    """Topics that routes lead to it, beside those of its patterns."""
 
 
 class GroupEffect(msgspec.Struct, frozen=True):
@@ -190,11 +194,17 @@ def topic_info(state: State, log: EventLog, settings: Settings, topic: str) -> T
     )  # fmt: skip
 
 
-def group_info(name: str, spec: GroupSpec, members: list[str], lanes: list[LaneInfo]) -> GroupInfo:
+def group_info(
+    name: str,
+    spec: GroupSpec,
+    members: list[str],
+    lanes: list[LaneInfo],
+    routed: Sequence[str] = (),
+) -> GroupInfo:
     """One group with its lanes."""
     return GroupInfo(
         name, spec.mode, spec.order, list(spec.patterns), members, sum(lane.lag for lane in lanes),
-        sum(lane.outstanding for lane in lanes), lanes, sum(lane.lost for lane in lanes),
+        sum(lane.outstanding for lane in lanes), lanes, sum(lane.lost for lane in lanes), list(routed),
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from penstock.core.entry import GroupSpec
 from penstock.core.retry import Retry
 from penstock.core.window import MAX_HELD_EVENTS
 from penstock.engines.engine import Subscribe
-from penstock.engines.groups import DIRECT
+from penstock.core.catalogue import DIRECT
 from penstock.model.event import Identity
 from penstock.model.settings import Delivery
 from penstock.wire.message import Hello
