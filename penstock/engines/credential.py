@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from penstock.model.errors import InvalidSettings
-from penstock.model.settings import Client
+from penstock.model.server_settings import Client
 
 Token = str | Callable[[], str | Awaitable[str]]
 """A token, or what gives the newest one; `connect(token=...)` takes either."""
