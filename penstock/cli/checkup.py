@@ -76,6 +76,9 @@ def guarded(name: str, check: Callable[[], Check | Iterator[Check]]) -> Iterator
         )
     except OSError as error:
         yield Check(name, "fail", str(error), "check owner and permissions", "storage")
+    except Exception as error:  # what is broken must not keep the rest from being examined
+        met = f"{type(error).__name__}: {error}"
+        yield Check(name, "fail", met, "keep a copy of the folder; what it holds cannot be read as it is", "storage")  # fmt: skip
 
 
 def _installed(name: str) -> str | None:

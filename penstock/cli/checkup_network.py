@@ -22,8 +22,8 @@ LEAST_TOKEN_CHARS = 16  # one password for everything: not to be guessed
 LISTEN = "0A"  # state in /proc/net/tcp
 
 
-def check_addresses(settings: Settings) -> Check:
-    """Whether each address can be understood, and no two services want the same."""
+def check_addresses(settings: Settings, running: Listening | None = None) -> Check:
+    """Whether each address can be understood, and no two services want the same; those of a running broker."""
     found = addresses(settings.server)
     taken: dict[Address, str] = {}
     for name, address in found.items():
@@ -39,7 +39,8 @@ def check_addresses(settings: Settings) -> Check:
             "127.0.0.1:5557",
             key="server.tcp",
         )
-    return Check("addresses", "ok", ", ".join(f"{name} {at}" for name, at in found.items()))
+    shown = dict(found) if running is None else running.addresses
+    return Check("addresses", "ok", ", ".join(f"{name} {at}" for name, at in shown.items()))
 
 
 def check_port(name: str, address: Address) -> Check:
@@ -107,10 +108,11 @@ def check_ports(
     `defaults` nobody does: a client of a broker may find the very one it talks to on them.
     """
     for name, address in addresses(settings.server).items():
-        if not defaults and f"server.{name}" not in written:
+        wanted = f"server.{name}" in written
+        if not defaults and not wanted:
             continue
-        if running is not None and running.addresses.get(name) == str(address):
-            yield Check(f"port {name}", "ok", f"{address} is this folder's broker, pid {running.pid}")  # fmt: skip
+        if running is not None:
+            yield _check_running(name, address, running, wanted)
             continue
         try:
             yield check_port(name, address)
@@ -118,6 +120,18 @@ def check_ports(
             bad = f"server.{name}" in written
             what, _, advice = error.message.partition(". ")
             yield Check(f"port {name}", "fail" if bad else "warn", what, advice, error.code)
+
+
+def _check_running(name: str, address: Address, running: Listening, wanted: bool) -> Check:
+    """Where the broker of this folder really listens; only what was written can differ from that."""
+    actual = running.addresses.get(name)
+    whose = f"this folder's broker, pid {running.pid}"
+    if wanted and address.port and actual != str(address):
+        found = f"{whose} listens on {actual}" if actual else f"{whose} has this service off"
+        return Check(f"port {name}", "warn", f"{found}, and server.{name} says {address}", "restart the broker with these settings, or give the doctor those it runs with")  # fmt: skip
+    if actual is None:
+        return Check(f"port {name}", "ok", f"off at {whose}")
+    return Check(f"port {name}", "ok", f"{actual} is {whose}")
 
 
 def check_access(settings: Settings) -> Iterator[Check]:

@@ -113,7 +113,7 @@ def _examine(invocation: Invocation, deep: bool) -> Iterator[Check]:
     if folder is not None and folder.is_dir():
         yield Check("folder", "ok", str(folder.resolve()))
         yield from _examine_folder(folder, settings, deep)
-        yield from guarded("broker", partial(checkup_broker.check_broker, folder))
+        yield from guarded("broker", partial(checkup_broker.check_broker, folder, settings))
     elif folder is not None:
         found = list(guarded("folder", partial(checkup_folder.check_place, folder)))
         if found[0].status == "ok":
@@ -128,11 +128,14 @@ def _examine_elsewhere(url: str, settings: Settings) -> Iterator[Check]:
     """What lies behind a URL that names no folder."""
     import penstock
     from penstock.cli.checkup import Check
-    from penstock.cli.checkup_broker import check_remote
+    from penstock.cli.checkup_broker import check_condition, check_remote
 
     penstock.connect(url, settings=settings)  # opens nothing, and says what the URL cannot mean
     if is_broker(url):
-        yield from check_remote(url, settings)
+        found = list(check_remote(url, settings))
+        yield from found
+        if found[0].status == "ok":
+            yield from check_condition(url, settings)
     else:
         yield Check("folder", "ok", f"{url} keeps nothing on disk here")
 
@@ -160,7 +163,7 @@ def _examine_network(
         running = None if folder is None else checkup_broker.running_broker(folder)
     if any(key.startswith(("server.", "auth.", "telemetry.")) for key in written):
         yield from guarded("needed extras", partial(checkup.check_needed, settings))
-    yield from guarded("addresses", partial(checkup_network.check_addresses, settings))
+    yield from guarded("addresses", partial(checkup_network.check_addresses, settings, running))
     ports = partial(checkup_network.check_ports, settings, running, written)
     yield from guarded("ports", partial(ports, defaults=not is_broker(invocation.url)))
     yield from guarded("access", partial(checkup_network.check_access, settings))

@@ -259,4 +259,4 @@ class ListTenants(Request, frozen=True):
 
 
 class Pressure(Request, frozen=True):
-    """How the engine is doing: commits, backlog, write amplification, last problem."""
+    """How the engine is doing; a broker adds what keeps clients from publishing and which limits refuse."""

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -33,6 +34,7 @@ from penstock.model.event import Identity
 from penstock.model.settings import Settings
 from penstock.server.admin_gate import Gate
 from penstock.server.client_bytes import ClientBytes, limit_of
+from penstock.server.condition import condition
 from penstock.server.connection import Connection
 from penstock.server.courtesy import Courtesy
 from penstock.server.ending import finished
@@ -76,6 +78,8 @@ class Broker:
         self.sessions: dict[str, Session] = {}
         self.connections: set[Connection] = set()
         self.draining = False
+        self.obstacles: Callable[[], list[str]] = list
+        """What keeps a client that comes now from publishing."""
         self.send_buffer_bytes = settings.server.send_buffer_bytes
         self._settings = settings.server
         self._doorkeeper = doorkeeper
@@ -303,6 +307,9 @@ class Broker:
             return self.sessions_view()
         if isinstance(request, requests.ListTenants):
             return tenants_view(self.engine.admission, self.tally.refusals)
+        if isinstance(request, requests.Pressure):
+            own = condition(self.engine, self.tally, self.obstacles())
+            return await self.engine.ask(request) | own
         check_request(request)
         try:
             answer = await self.engine.ask(request)

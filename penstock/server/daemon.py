@@ -53,6 +53,7 @@ class Daemon:
         self.counters = Counters()
         self.doorkeeper = Doorkeeper(self.settings.auth)
         self.broker = Broker(self.engine, self.settings, self.doorkeeper, self.counters)
+        self.broker.obstacles = self.obstacles
         self._tcp = TcpServer(
             self.settings, self.broker, self.broker.fastpath, self.broker.courtesy,
             self.broker.client_bytes,

@@ -6,6 +6,7 @@ of them get numbers of their own, the rest share "other", so that no client can 
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
@@ -200,6 +201,8 @@ class Counters:
         self.settled_events: dict[str, int] = {}
         self.refusals: dict[tuple[str, str, str], int] = {}
         """By kind, limit and tenant."""
+        self.refused_s: dict[tuple[str, str, str], float] = {}
+        """When each of these was last counted, monotonic."""
         self.held_back: dict[str, int] = {}
         self.dead_letters: dict[tuple[str, str], int] = {}
         self.dead_letters_replayed: dict[tuple[str, str], int] = {}
@@ -261,6 +264,7 @@ class Counters:
         labels = self.labels
         key = labels.word(kind), labels.word(limit), labels.tenant(tenant)
         self.refusals[key] = self.refusals.get(key, 0) + times
+        self.refused_s[key] = time.monotonic()
 
     def rejected(self, error: PenstockError, tenant: str) -> None:
         """The same, by its error; it counts for `tenant` when the error names no other."""

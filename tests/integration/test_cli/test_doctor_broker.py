@@ -167,7 +167,7 @@ def test_too_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_broker_raises_its_limit_of_open_files(cli: Any) -> None:
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 1024))\n"
-        "from penstock.cli.serving import raise_descriptor_limit as up\n"
+        "from penstock.server.descriptors import raise_limit as up\n"
         "from penstock.model.settings import Settings\n"
         "up(Settings()); print(resource.getrlimit(resource.RLIMIT_NOFILE))\n"
     )
