@@ -10,7 +10,7 @@ import asyncio
 
 from penstock.engines.runtime import Runtime
 from penstock.engines.turnstile import Turnstile
-from penstock.model.settings import Sealing
+from penstock.model.settings import Settings
 
 FREE_SHARE = 0.5  # of the backlog limit: what a burst may use
 # Until a job was measured, and as a floor: a sealer slower than this is stuck, not slow.
@@ -19,14 +19,24 @@ SLOWEST_BYTES_PER_S = 8 << 20
 LEAST_WAIT_S = 0.005
 
 
+def _limit_of(settings: Settings) -> int | None:
+    """Most bytes that may wait to be sealed: half of what the folder may hold, where that is bounded."""
+    sealing, most = settings.sealing, settings.retention.max_bytes
+    if not sealing.enabled:
+        return None
+    if most is None:
+        return sealing.backlog_max_bytes
+    return min(sealing.backlog_max_bytes, max(2 * settings.journal.file_bytes, most // 2))
+
+
 class Brake:
     """How far sealing is behind, and what that costs a publisher."""
 
-    def __init__(self, runtime: Runtime, settings: Sealing) -> None:
+    def __init__(self, runtime: Runtime, settings: Settings) -> None:
         self.backlog_bytes = 0
         """Closed journal files that are not sealed yet."""
         self._runtime = runtime
-        self._limit = settings.backlog_max_bytes if settings.enabled else None
+        self._limit = _limit_of(settings)
         self._bytes_per_s = float(SLOWEST_BYTES_PER_S)
         self._paced_to = 0.0
         self._way_in = Turnstile()

@@ -169,7 +169,7 @@ class EmbeddedEngine:
             self.journal, layout, self.dispatcher, self.runtime, self.settings, self._laid,
             self._committed,
         )  # fmt: skip
-        self.brake = Brake(self.runtime, self.settings.sealing)
+        self.brake = Brake(self.runtime, self.settings)
         self.groups = Groups(self)
         self.timekeeper = Timekeeper(self)
         self.administration = Administration(self)

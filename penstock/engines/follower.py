@@ -10,7 +10,7 @@ from typing import Any
 from penstock.core.catalogue import RouteCatalogue
 from penstock.core.entry import Entry
 from penstock.core.routing import RouteTree
-from penstock.core.state import DeadLetter, GroupState
+from penstock.core.state import DeadLetter, GroupState, State
 from penstock.engines import request as requests
 from penstock.engines.deadletters import DeadLetterDetail, detail_of, newest_letters
 from penstock.engines.engine import Draft, LogFeed, QueueFeed, Request, Subscribe, Transaction
@@ -20,7 +20,7 @@ from penstock.engines.runtime import Runtime
 from penstock.engines.views import known_partition, recorded_group, topic_info
 from penstock.log.auditreader import AuditReader
 from penstock.log.disk import Disk, no_folder, read_file, unusable
-from penstock.log.recovery import Recovery, check_folder
+from penstock.log.recovery import Recovery, check_folder, open_for_reading
 from penstock.model.batch import EventBatch
 from penstock.model.errors import UnknownDeadLetter, UnknownGroup, Unsupported
 from penstock.model.event import Event, Receipt
@@ -61,7 +61,7 @@ class FollowerEngine:
             if isinstance(error, OSError):
                 raise unusable(error) from error
             raise
-        self.log, self.state = self._recovery.log, self._recovery.fold.state
+        self.log = self._recovery.log
         self.log.refresh = self._advance
         self._poller = asyncio.create_task(self._poll(), name="penstock-follow")
 
@@ -70,9 +70,12 @@ class FollowerEngine:
             check_folder(self.disk, write=False)
         except OSError as error:
             raise no_folder(error) from None
-        recovery = Recovery(self.disk, self.settings, write=False)
-        recovery.run()
-        return recovery
+        return open_for_reading(self.disk, self.settings)
+
+    @property
+    def state(self) -> State:
+        """What the entries read so far add up to."""
+        return self._recovery.fold.state
 
     async def close(self) -> None:
         """Let go of the folder."""

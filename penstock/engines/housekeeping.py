@@ -1,7 +1,9 @@
 """Housekeeping: seals closed journal files, merges segments, applies retention, reclaims space.
 
 Everything here is behind the bus's back: nobody waits for it, and a failure is kept for the doctor
-and tried again. What it replaces stays on disk for a grace time, for readers that planned with it.
+and tried again. What it replaces stays on disk for a grace time, for readers that planned with it, as
+long as there is room: over `retention.max_bytes`, or when the disk is short, it goes at once, and such
+readers look again where the events are.
 """
 
 from __future__ import annotations
@@ -9,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.core.state import INBOX
 from penstock.engines.deadletters import DEAD_LETTERS
@@ -24,7 +26,7 @@ from penstock.log.frame import frames
 from penstock.log.journal import file_bases, file_name, sealed_batches
 from penstock.log.merge import plan_merge
 from penstock.log.retention import RetentionClock, expired
-from penstock.log.rewrite import Job, JournalInput
+from penstock.log.rewrite import Job, JournalInput, Result
 from penstock.log.sealer import InlineSealer, Sealer, SealerProcess
 from penstock.log.segment import SegmentInfo
 from penstock.log.side import side_path
@@ -39,10 +41,26 @@ log = logging.getLogger("penstock.engines")
 
 # Most journal bytes in one sealing job: what the sealer holds in memory.
 JOB_BYTES = 512 << 20
+# With a bound on the folder, a job takes this share of it at most, and a journal file at least:
+# while it is under way both the journal and what becomes of it lie there.
+JOB_SHARE = 4
 # How often to look when nothing calls.
 ROUND_S = 5.0
+# And while something waits to be thrown out, or a job is under way: space may run short meanwhile.
+RECLAIM_S = 0.5
+# Short of disk is what has no room for so many journal files: the next one and the one behind it.
+SHORT_FILES = 2
 # After a failure, most often a full disk, wait this long: each attempt reads and packs a whole file.
 RETRY_S = 1.0
+
+
+class Rubbish(NamedTuple):
+    """A file that nobody needs any more, but for readers that found it before."""
+
+    due_s: float
+    path: str
+    size_bytes: int
+    before: Callable[[], None]
 
 
 class Housekeeper:
@@ -62,7 +80,10 @@ class Housekeeper:
         self._sealer: Sealer | None = None
         self._wake = asyncio.Event()
         self._turn = asyncio.Lock()  # `settle` may be called while `run` is at work
-        self._rubbish: deque[tuple[float, str, Callable[[], None]]] = deque()
+        self._rubbish: deque[Rubbish] = deque()
+        self._rubbish_bytes = 0
+        self._working_bytes = 0
+        """What the job under way is about to write, at most."""
         self._side = engine.recovered.side
         self._clock = RetentionClock(engine.log.manifest.at_us)
         self._looked_at = engine.runtime.now()
@@ -105,7 +126,7 @@ class Housekeeper:
     def _pause_s(self) -> float:
         if not self._rubbish:
             return ROUND_S
-        return min(ROUND_S, max(0.0, self._rubbish[0][0] - self._engine.runtime.now()))
+        return min(RECLAIM_S, max(0.0, self._rubbish[0].due_s - self._engine.runtime.now()))
 
     async def round(self) -> bool:
         """One piece of work; True when there may be more."""
@@ -146,7 +167,7 @@ class Housekeeper:
         chosen: list[JournalInput] = []
         size = 0
         for each in self._closed_files():
-            if chosen and size + each.end - each.base > JOB_BYTES:
+            if chosen and size + each.end - each.base > self._job_bytes:
                 break
             chosen.append(each)
             size += each.end - each.base
@@ -156,17 +177,21 @@ class Housekeeper:
         began = engine.runtime.now()
         for each in chosen:
             await engine.runtime.read(self._fold, each.base, each.end)
-        await self._rewrite(
-            Job(first_id=engine.log.manifest.next_id, settings=self._settings, journal=chosen)
-        )
+        job = Job(first_id=engine.log.manifest.next_id, settings=self._settings, journal=chosen)
+        self._working_bytes = size
+        try:
+            await self._rewrite(job)
+        finally:
+            self._working_bytes = 0
         sealed_to = chosen[-1].end
         engine.log.sealed(sealed_to)
         engine.brake.sealed(size, engine.runtime.now() - began)
         for each in chosen:
-            self._discard(file_name(each.base), partial(engine.log.journal.forget, each.base))
+            forget = partial(engine.log.journal.forget, each.base)
+            self._discard(file_name(each.base), each.end - each.base, forget)
         for token in [token for token, position in self._side.items() if position < sealed_to]:
             del self._side[token]
-            self._discard(side_path(token))
+            self._discard(side_path(token), 0)
         return True
 
     def _fold(self, base: int, end: int) -> None:
@@ -203,7 +228,7 @@ class Housekeeper:
         engine = self._engine
         if self._sealer is None:
             self._sealer = self._make_sealer()
-        result = await self._sealer.run(job)
+        result = await self._beside(self._sealer.run(job), reclaim=bool(job.journal))
         manifest = engine.log.manifest
         replaced = [info for info in manifest.segments() if info.id in set(result.removed)]
         await engine.runtime.read(self._apply, result.added, result.removed, result.sealed_to)
@@ -211,7 +236,23 @@ class Housekeeper:
         self.bytes_in += result.bytes_in
         self.bytes_out += result.bytes_out
         for info in replaced:
-            self._discard(info.path)
+            self._discard_segment(info)
+
+    async def _beside(self, work: Coroutine[Any, Any, Result], *, reclaim: bool) -> Result:
+        """Wait for a job, and keep the folder within its bound meanwhile.
+
+        Not while segments are merged: retention would take what is being read.
+        """
+        job = asyncio.ensure_future(work)
+        try:
+            while reclaim and not job.done():
+                await asyncio.wait({job}, timeout=RECLAIM_S)
+                if not job.done():
+                    await self._throw_out()
+                    await self._retain()
+            return await job
+        finally:
+            job.cancel()
 
     def _apply(self, added: list[SegmentInfo], removed: list[int], sealed_to: int | None) -> None:
         self._engine.log.manifest.apply(
@@ -253,9 +294,11 @@ class Housekeeper:
             folder=engine.settings.retention,
             now_us=now_us,
             protected=self._waiting_segments(),
-            other_bytes=engine.journal.position - engine.log.manifest.sealed_to,
+            other_bytes=self._unsealed_bytes() + self._working_bytes,
         )
-        self.full_topics, self.shortage_bytes = verdict.full_topics, verdict.shortage_bytes
+        self.full_topics = verdict.full_topics
+        if not self._working_bytes:  # what a job writes takes the place of journal, soon
+            self.shortage_bytes = verdict.shortage_bytes
         if verdict.segments:
             ids = [info.id for info in verdict.segments]
             firsts = {place: engine.log.bounds(*place)[0] for place in verdict.starts}
@@ -263,7 +306,8 @@ class Housekeeper:
             engine.unread.retained(firsts)
             engine.stored.rewritten([], verdict.segments, None)
             for info in verdict.segments:
-                self._discard(info.path)
+                self._discard_segment(info)
+            await self._throw_out()
             self._letters_of |= {
                 topic.removeprefix(DEAD_LETTERS)
                 for topic, _ in verdict.starts
@@ -284,22 +328,56 @@ class Housekeeper:
 
     # -- throwing out --------------------------------------------------------------------------
 
-    def _discard(self, path: str, before: Callable[[], None] = lambda: None) -> None:
+    def _discard(
+        self, path: str, size_bytes: int, before: Callable[[], None] = lambda: None
+    ) -> None:
         due = self._engine.runtime.now() + self._settings.grace_s
-        self._rubbish.append((due, path, before))
+        self._rubbish.append(Rubbish(due, path, size_bytes, before))
+        self._rubbish_bytes += size_bytes
+
+    def _discard_segment(self, info: SegmentInfo) -> None:
+        forget = partial(self._engine.log.forget_segment, info.id)
+        self._discard(info.path, info.size_bytes, forget)
+
+    def _unsealed_bytes(self) -> int:
+        return self._engine.journal.position - self._engine.log.manifest.sealed_to
+
+    @property
+    def _job_bytes(self) -> int:
+        most = self._engine.settings.retention.max_bytes
+        if most is None:
+            return JOB_BYTES
+        return max(self._engine.settings.journal.file_bytes, min(JOB_BYTES, most // JOB_SHARE))
+
+    def _pressed(self) -> bool:
+        """Whether the folder is over its bound, or the disk is about to be full."""
+        engine, most = self._engine, self._engine.settings.retention.max_bytes
+        used = engine.log.manifest.total_bytes + self._unsealed_bytes() + self._rubbish_bytes
+        if most is not None and used + self._working_bytes > most:
+            return True
+        return engine.disk.free_bytes() < SHORT_FILES * engine.settings.journal.file_bytes
 
     async def _throw_out(self) -> None:
+        """Remove what has had its grace time; all of it when space is short.
+
+        A reader whose file is gone finds out where the events are now, and reads them there.
+        """
+        if not self._rubbish:
+            return
         now = self._engine.runtime.now()
-        due: list[str] = []
-        while self._rubbish and self._rubbish[0][0] <= now:
-            _, path, before = self._rubbish.popleft()
-            before()
-            due.append(path)
+        at_once = self._pressed()
+        due: list[Rubbish] = []
+        while self._rubbish and (at_once or self._rubbish[0].due_s <= now):
+            due.append(self._rubbish.popleft())
+            self._rubbish_bytes -= due[-1].size_bytes
         if due:
             await self._engine.runtime.read(self._remove, due)
 
-    def _remove(self, paths: list[str]) -> None:
+    def _remove(self, due: list[Rubbish]) -> None:
         disk = self._engine.disk
+        paths = [each.path for each in due]
+        for each in due:
+            each.before()
         for path in paths:
             if disk.exists(path):
                 disk.remove(path)

@@ -32,7 +32,7 @@ async def load(
         return log.load(sources, offset, limit)
     try:
         return await runtime.read(log.load, sources, offset, limit)
-    except Corrupted:
+    except (Corrupted, FileNotFoundError):
         # A file that was sealed and reclaimed since the plan was made is not damage.
         log.refresh()
         again = log.plan(topic, partition, offset, limit)
@@ -63,7 +63,7 @@ async def stored_batches(
             asked_at = runtime.now()
             try:
                 batches = await ahead
-            except Corrupted:  # perhaps the files only moved
+            except (Corrupted, FileNotFoundError):  # perhaps the files only moved
                 limit = min(READ_EVENTS, stop - start)
                 batches = await load(log, runtime, topic, partition, start, limit)
             # A caller that is slower than the disk keeps its core: decode beside it, not on it.

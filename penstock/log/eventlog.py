@@ -137,6 +137,15 @@ class ReaderPool:
         with busy:
             yield reader
 
+    def forget(self, number: int) -> None:
+        """Close a segment that is about to be removed, when nobody reads it any more."""
+        with self._lock:
+            found = self._open.pop(number, None)
+        if found is not None:
+            reader, busy = found
+            with busy:
+                reader.close()
+
     def close(self) -> None:
         """Close all of them."""
         for reader, _ in self._open.values():
@@ -285,6 +294,10 @@ class EventLog:
                         return max(found, log.floor)
         at = bisect_left(log.times, time_us)
         return max(log.bases[at], log.floor) if at < len(log.bases) else log.end
+
+    def forget_segment(self, number: int) -> None:
+        """Let go of a segment that is about to be removed; may wait for a reader of it."""
+        self._readers.forget(number)
 
     def sealed(self, position: int) -> None:
         """Everything in the journal before `position` is in segments now."""

@@ -8,6 +8,7 @@ disk shows itself before anything is accepted, never in the middle of a commit.
 from __future__ import annotations
 
 import struct
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
@@ -326,6 +327,7 @@ class JournalReader:
         self._disk = disk
         self._bases: list[int] = []
         self._files: dict[int, File] = {}
+        self._lock = threading.Lock()  # files are let go of while threads read
 
     def body(self, base: int, position: int) -> memoryview:
         """The body of the frame at `position` in the file that begins at `base`."""
@@ -346,24 +348,28 @@ class JournalReader:
 
     def view(self, base: int) -> memoryview:
         """A whole journal file, memory-mapped."""
-        file = self._files.get(base)
-        if file is None:
-            try:
-                file = self._disk.open(file_name(base))
-            except FileNotFoundError:
-                raise Corrupted(
-                    f"{file_name(base)} is missing; the events in it cannot be read. Restore it "
-                    "from a copy, nothing was deleted",
-                    path=file_name(base),
-                ) from None
-            self._files[base] = file
-        return file.read(0, file.size())
+        with self._lock:
+            file = self._files.get(base)
+            if file is None:
+                file = self._files[base] = self._open(base)
+            return file.read(0, file.size())  # stays valid when the file is let go of
+
+    def _open(self, base: int) -> File:
+        try:
+            return self._disk.open(file_name(base))
+        except FileNotFoundError:
+            raise Corrupted(
+                f"{file_name(base)} is missing; the events in it cannot be read. Restore it "
+                "from a copy, nothing was deleted",
+                path=file_name(base),
+            ) from None
 
     def forget(self, base: int) -> None:
         """Let go of a file that is about to be removed."""
-        file = self._files.pop(base, None)
-        if file is not None:
-            file.close()
+        with self._lock:
+            file = self._files.pop(base, None)
+            if file is not None:
+                file.close()
 
     def close(self) -> None:
         """Release all files."""

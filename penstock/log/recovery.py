@@ -45,6 +45,7 @@ from penstock.model.settings import Settings
 
 ABOUT = "penstock.json"
 FOLDERS = (FOLDER, "segments", "state", "side", "audit")
+READ_ATTEMPTS = 5  # of a reader whose files are reclaimed under its hands
 STAGING = "staging"
 """Where Spark's tasks leave rows until their driver publishes them; may be there before the rest."""
 
@@ -141,6 +142,11 @@ class Recovery:
         self._indexed = self.manifest.sealed_to
         self.side: dict[bytes, int] = {}
         self.unsealed: dict[int, dict[str, int]] = {}
+        self._settings = settings
+        self._continue_ends()
+
+    def _continue_ends(self) -> None:
+        """Partitions go on where the snapshot says, also where retention took all they had."""
         for topic, ends in self.fold.ends.items():
             for partition, (end, time_us) in enumerate(ends):
                 log = self.log.partition(topic, partition)
@@ -188,11 +194,13 @@ class Recovery:
         while self.position < self.watermark:
             bases = [base for base in file_bases(self.disk) if base <= self.position]
             if not bases:
-                raise OffsetExpired(
-                    "the writer reclaimed the journal before it was read here; open the folder again"
-                )
+                self._skip_reclaimed()
+                continue
             here = self.position
-            self._read_on(bases[-1])
+            try:
+                self._read_on(bases[-1])
+            except FileNotFoundError:  # since it was listed
+                continue
             if self.position == here:
                 if here >= self._promised:
                     break  # `fsync = never`: the power failure took what the watermark showed
@@ -201,6 +209,20 @@ class Recovery:
             self._indexed = max(self._indexed, self.manifest.sealed_to)
             self.log.sealed(self.manifest.sealed_to)
         return changed or self.position != before
+
+    def _skip_reclaimed(self) -> None:
+        """The writer reclaimed journal before it was read here: segments and a snapshot have it."""
+        fold = Fold.load(self.disk, self._settings.dedup)
+        self.manifest.refresh()
+        position = min(fold.position, self.manifest.sealed_to)
+        if position <= self.position:
+            raise OffsetExpired(
+                "the writer reclaimed the journal before it was read here; open the folder again"
+            )
+        self.fold, self.position = fold, position
+        self._indexed = self.manifest.sealed_to
+        self.log.sealed(self.manifest.sealed_to)
+        self._continue_ends()
 
     def _read_on(self, base: int) -> None:
         file = self.disk.open(file_name(base))
@@ -323,6 +345,24 @@ class Recovery:
             path=path,
             position=position,
         )
+
+
+def open_for_reading(disk: Disk, settings: Settings) -> Recovery:
+    """Recover a folder that another process may be writing, and reclaiming while it is read here."""
+    for attempt in range(READ_ATTEMPTS):
+        check_folder(disk, write=False)
+        recovery = Recovery(disk, settings, write=False)
+        before = file_bases(disk)[:1]
+        try:
+            recovery.run()
+        except (FileNotFoundError, Corrupted):
+            recovery.log.close()
+            recovery.manifest.close()
+            if attempt + 1 == READ_ATTEMPTS or file_bases(disk)[:1] == before:
+                raise  # nothing moved: it is damage
+        else:
+            return recovery
+    raise AssertionError("the last attempt raises")
 
 
 def open_for_writing(disk: Disk, settings: Settings) -> Recovered:

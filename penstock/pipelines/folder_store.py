@@ -12,7 +12,7 @@ from penstock.log.auditseal import read_identity
 from penstock.log.disk import RealDisk
 from penstock.log.eventlog import InSegment
 from penstock.log.gather import gather
-from penstock.log.recovery import Recovery, check_folder
+from penstock.log.recovery import open_for_reading
 from penstock.log.segment import SegmentInfo
 from penstock.log.segment_reader import SegmentReader
 from penstock.model.batch import EventBatch
@@ -35,9 +35,7 @@ class FolderStore:
         self._open()
 
     def _open(self) -> None:
-        check_folder(self._disk, write=False)
-        self._recovery = Recovery(self._disk, Settings(), write=False)
-        self._recovery.run()
+        self._recovery = open_for_reading(self._disk, Settings())
         self._log = self._recovery.log
         self._readers: dict[int, SegmentReader] = {}
 
