@@ -19,16 +19,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json as pj
 
-from penstock.model.codec import codecs
+from penstock.model.codec import Buffer, codecs
 from penstock.model.errors import DecodeFailed
 from penstock.pipelines.arrow_payload import alike, read_alike
 
 MAX_REASON_CHARS = 200
 ARROW, JSON, RAW = "arrow", "json", "raw"
 UNDECODED = "codec {} is not decoded; publish as JSON or Arrow, or read without a schema and decode `payload`"
-_MEMBERS, _ELEMENTS = (
-    msgspec.json.Decoder(kind) for kind in (dict[str, msgspec.Raw], list[msgspec.Raw])
-)
+_MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ELEMENTS = msgspec.json.Decoder(list[msgspec.Raw])
 FEW = 8  # are looked at one by one
 _OBJECT = r"(?s)^\s*\{.*\}\s*$"
 
@@ -276,7 +275,7 @@ def _has_number_as_text(value: Any, kind: pa.DataType) -> bool:
     return False
 
 
-def _with_texts(raw: bytes, kind: pa.DataType | None) -> bytes:
+def _with_texts(raw: Buffer, kind: pa.DataType | None) -> bytes:
     """The same JSON with such numbers in quotes, digit by digit as they were written.
 
     >>> _with_texts(b'{"n": 1.10, "m": 2}', pa.struct([("n", pa.string())]))

@@ -39,6 +39,8 @@ class Route:
     """Read these instead of what the pipeline says; for pipelines of one input."""
     options: Mapping[str, str] = field(default_factory=dict)
     """More options of the source: `start`, `maxEventsPerTrigger`, ..."""
+    sink_options: Mapping[str, str] = field(default_factory=dict)
+    """More options of the sink: `maxTransactionBytes`, ..."""
 
 
 def start(
@@ -219,7 +221,7 @@ def _both(made: Pipeline, route: Route) -> Callable[[DataFrame, int], None]:
 
 
 def _sink_options(result: DataFrame, made: Pipeline, route: Route) -> dict[str, str]:
-    options = {"url": route.to or route.url}
+    options = {"url": route.to or route.url, **route.sink_options}
     if PAYLOAD not in result.columns:
         options["codec"] = "json"
     if made.writes is not None:
@@ -233,6 +235,14 @@ def check_goes_somewhere(made: Pipeline, route: Route) -> None:
     """Refuse a stream whose results would be lost; needs no session, so it is asked before one starts."""
     if made.mode == "batch":
         raise InvalidInput(f"{made.name!r} is a batch pipeline; run it once")
+    if made.output_mode == "update" and not (
+        made.table is not None and route.warehouse is not None
+    ):
+        raise InvalidInput(
+            f"{made.name!r} has output_mode='update', which Spark refuses for sinks written in Python; nothing "
+            "ran. Use 'complete' or 'append', or let it write a table and name a warehouse",
+            pipeline=made.name,
+        )
     only_a_table = made.table is not None and made.writes is None and made.results is None
     if only_a_table and route.warehouse is None:
         raise InvalidInput(

@@ -4,10 +4,10 @@ A child copies events with a pipeline, onto a bus and into a table, and dies at 
 driver, its Java and its workers at once. The next goes on from the checkpoint and dies as well,
 so recovery is killed too; the last of a streak is left alone. Then every event must be there once.
 Stages that begin with `stream/` have no table: the query writes with `writeStream` itself then, and
-Spark commits its batches by another way.
+Spark commits its batches by another way; so is it with those of `parts/`, whose batches are too large
+for one transaction.
 `python -m penstock.testing.spark_kill --kills 20 --jobs 2` kills 20 times at each stage, two stages
-at a time; with `--broker` results go through a broker, which is a transaction for each task and not
-one for each batch.
+at a time; with `--broker` results go through a broker.
 
 A driver lives for seconds, nearly all of them spent on starting. So drivers share compiled Python
 and, when many are to come, an archive of Java's classes that the first one writes as it ends.
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 STREAM = "stream/"
+PARTS = "parts/"
+PART_BYTES = 600  # a batch has three times as much and more
 _ON_THE_BUS = (
     "source.planned", "source.reading", "sink.task-begun", "sink.task-done", "sink.before-commit",
     "sink.after-commit",
@@ -48,6 +50,7 @@ _ON_THE_BUS = (
 STAGES = (
     *_ON_THE_BUS, "lakehouse.files-written", "lakehouse.committed",
     *(STREAM + stage for stage in _ON_THE_BUS),
+    PARTS + "sink.planned", PARTS + "sink.part-published",
 )  # fmt: skip
 EVENTS = 50
 PER_BATCH = 25  # two batches at least: drivers die at their first or second chance
@@ -81,8 +84,9 @@ def kill_drivers(
         def kill(stage: str) -> int:
             world = Path(folder) / stage.replace("/", "-")
             with _target(world / "target", broker) as url:
-                table = not stage.startswith(STREAM)
-                return _kill_at(stage, kills, _World(world, url, table, launcher), seed, tell)
+                table, parts = not stage.startswith((STREAM, PARTS)), stage.startswith(PARTS)
+                target = _World(world, url, launcher, table=table, parts=parts)
+                return _kill_at(stage, kills, target, seed, tell)
 
         problems = sum(pool.map(kill, stages))
     seconds = time.monotonic() - began
@@ -139,7 +143,7 @@ class _Launcher:
         if not archive.exists():
             self._java = f"{java} -XX:ArchiveClassesAtExit={archive}"
             target = str(self._folder / "first" / "target")
-            world = _World(self._folder / "first", target, True, self)
+            world = _World(self._folder / "first", target, self, table=True)
             world.publish()
             found = world.streak("nowhere", [])
             if found or not archive.exists():
@@ -188,12 +192,21 @@ def _living(session: int) -> list[int]:
 class _World:
     """A source folder, a target bus, perhaps a table, and a checkpoint that outlive all drivers."""
 
-    def __init__(self, folder: Path, target: str, table: bool, launcher: _Launcher) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        target: str,
+        launcher: _Launcher,
+        *,
+        table: bool,
+        parts: bool = False,
+    ) -> None:
         self.sent = 0
         self._folder = folder
         self._folder.mkdir(exist_ok=True)
         self._target = target
         self._table = table
+        self._parts = parts
         self._launcher = launcher
 
     def streak(self, stage: str, nths: list[int]) -> list[str]:
@@ -202,7 +215,7 @@ class _World:
             self.publish()
             fired = self._folder / "fired"
             fired.unlink(missing_ok=True)
-            name = f"{stage.removeprefix(STREAM)}:{nth}"
+            name = f"{stage.rpartition('/')[2]}:{nth}"
             died = self._drive({"FAILPOINT": name, "FAILPOINT_FIRED": str(fired)})
             if not fired.exists() or died != -signal.SIGKILL:
                 return [f"the driver ended with {died} and did not die at {name}"]
@@ -221,7 +234,8 @@ class _World:
 
     def _drive(self, more: Mapping[str, str]) -> int:
         words = ["--child", str(self._folder), "--to", self._target]
-        return self._launcher.run(words + ["--table"] * self._table, more)
+        words += ["--table"] * self._table + ["--parts"] * self._parts
+        return self._launcher.run(words, more)
 
     def _on_the_bus(self) -> Counter[int]:
         url = self._target if is_broker(self._target) else f"{self._target}?mode=ro"
@@ -262,7 +276,7 @@ def _copy(events: DataFrame) -> DataFrame:
     return events.selectExpr("value.n AS n", "event_time")
 
 
-def _copy_all(folder: Path, target: str, table: bool, java: str) -> None:
+def _copy_all(folder: Path, target: str, table: bool, parts: bool, java: str) -> None:
     os.environ["FAILPOINT_ROOT"] = str(os.getpid())
     from penstock.pipelines.lakehouse.warehouse import Warehouse
     from penstock.pipelines.pipeline import Input, Pipeline
@@ -279,6 +293,7 @@ def _copy_all(folder: Path, target: str, table: bool, java: str) -> None:
         route = Route(
             url=str(folder / "source"), to=target, warehouse=warehouse,
             options={"maxEventsPerTrigger": str(PER_BATCH), "eventsPerTask": "10"},
+            sink_options={"maxTransactionBytes": str(PART_BYTES)} if parts else {},
         )  # fmt: skip
         query = start(made, spark, route, checkpoint=folder / "checkpoint", once=True)
         query.awaitTermination()
@@ -298,9 +313,10 @@ def main() -> None:
     parser.add_argument("--to", help=argparse.SUPPRESS)
     parser.add_argument("--java", help=argparse.SUPPRESS)
     parser.add_argument("--table", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--parts", action="store_true", help=argparse.SUPPRESS)
     chosen: Any = parser.parse_args()
     if chosen.child:
-        _copy_all(Path(chosen.child), chosen.to, chosen.table, chosen.java)
+        _copy_all(Path(chosen.child), chosen.to, chosen.table, chosen.parts, chosen.java)
         return
     stages = tuple(chosen.stage or STAGES)
     how = {name: getattr(chosen, name) for name in ("seed", "broker", "jobs", "keep")}

@@ -105,7 +105,8 @@ def test_a_pipeline_begins_where_it_is_told(spark, project, capsys) -> None:
 
 def test_a_pipeline_is_tested_on_rows_of_a_file(spark, project, capsys) -> None:
     rows, good, bad = (project / name for name in ("rows", "good", "bad"))
-    rows.write_text('{"payload": {"n": 4}}\n\n{"payload": "nothing"}\n')
+    timed = '{"payload": {"n": 4}, "event_time": "2026-01-02T03:04:05Z"}'
+    rows.write_text(timed + '\n\n{"payload": "nothing"}\n')
     good.write_text('{"n": 8}\n')
     bad.write_text('{"n": 9}\n')
     assert run(words(project, "test", "scaled", str(rows))) == 0
@@ -113,6 +114,27 @@ def test_a_pipeline_is_tested_on_rows_of_a_file(spark, project, capsys) -> None:
     assert run(words(project, "test", "scaled", str(rows), "--expect", str(good))) == 0
     assert run(words(project, "test", "scaled", str(rows), "--expect", str(bad))) == 1
     assert capsys.readouterr().out.splitlines() == ['- {"n":9}', '+ {"n":8}']
+    rows.write_text('{"payload": {"n": 4}, "event_time": "yesterday"}')
+    assert run(words(project, "test", "scaled", str(rows))) == exits.INVALID
+    assert "event_time is 'yesterday', which is no time" in capsys.readouterr().out
+
+
+def test_risk_tags_is_not_behind_by_what_it_sets_aside(spark, project, capsys) -> None:
+    """F8: its bad and late topics lie below the topics that it reads."""
+    with penstock.connect_sync(project / "data") as bus:
+        bus.publish(
+            "evidence.jobs.v1.acme", {"evidence_id": "e1", "kind": "job", "state": "failed"}
+        )
+        bus.publish_many("evidence.jobs.v1.acme", [b"no evidence"] * 3)
+    state = ["--state", str(project / "state")]
+    assert run(words(project, "run", "risk-tags", "--once", *state)) == 0
+    assert said(capsys)[-1]["rows_in"] == 4
+    with penstock.connect_sync(f"{project / 'data'}?mode=ro") as bus:
+        assert len(list(bus.replay("evidence.bad.#"))) == 3
+    assert run(words(project, "status", "risk-tags", *state)) == 0
+    assert said(capsys)[-1]["lag"] == 0
+    assert run(words(project, "run", "risk-tags", "--once", *state)) == 0
+    assert said(capsys)[-1]["rows_in"] == 0
 
 
 @pytest.mark.parametrize(
