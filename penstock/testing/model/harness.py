@@ -22,7 +22,7 @@ from penstock.testing.broker_process import BrokerProcess
 from penstock.testing.model.proxy import Proxy
 from penstock.testing.sim_loop import LoopRuntime, SimClock, SimLoop
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "journal__file_bytes": 1 << 20,
     "sealing__process": False,
     "durability__fsync": "never",
@@ -214,7 +214,9 @@ class BrokerHarness:
         return asyncio.run(life())
 
     async def _disconnect(self) -> None:
-        for bus, seconds in [(bus, 0.1) for bus in self._dead] + [(bus, 10.0) for bus in self._buses.values()]:
+        for bus, seconds in [(bus, 0.1) for bus in self._dead] + [
+            (bus, 10.0) for bus in self._buses.values()
+        ]:
             with contextlib.suppress(penstock.errors.PenstockError, TimeoutError):
                 async with asyncio.timeout(seconds):
                     await bus.close()
@@ -262,7 +264,9 @@ class BrokerRuns:
 
     def __enter__(self) -> Self:
         self._folder = tempfile.TemporaryDirectory(prefix="penstock-model-")
-        self._broker = BrokerProcess(Path(self._folder.name) / "data").start(**BrokerHarness.flags())
+        self._broker = BrokerProcess(Path(self._folder.name) / "data").start(
+            **BrokerHarness.flags()
+        )
         return self
 
     def __call__(self, seed: int) -> BrokerHarness:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,6 @@ from penstock.testing.model.groups import (
     Letter,
     LogGroup,
     NotYet,
-    Place,
     Sent,
     Window,
     compare,
@@ -70,11 +69,12 @@ class Model:
     """One bus, as its documents describe it."""
 
     def __init__(
-        self, slack_s: float, tenant: str = "default", excused: frozenset[str] = frozenset()
+        self, slack_s: float, *, wire: bool = False, excused: frozenset[str] = frozenset()
     ) -> None:
         self.slack_s = slack_s
+        self.wire = wire
         self.excused = excused
-        self.tenant = tenant
+        self.tenant = "default"
         self.topics: dict[str, Topic] = {}
         self.floors: dict[Lane, int] = {}
         """Where deleted topics ended: their offsets are never given again."""
@@ -116,7 +116,9 @@ class Model:
         """What a publish returned. Called once its events were looked at."""
         new = [s for s, before in zip(publish.sents, publish.known, strict=True) if before is None]
         first = publish.sents[0] if publish.known[0] is None else publish.known[0]
-        waits = all((before or s).offset < 0 for s, before in zip(publish.sents, publish.known, strict=True))
+        waits = all(
+            (before or s).offset < 0 for s, before in zip(publish.sents, publish.known, strict=True)
+        )
         fields: dict[str, tuple[Any, Any]] = {
             "topic": (publish.sents[0].topic, receipt.topic),
             "count": (len(publish.sents), receipt.count),
@@ -125,12 +127,21 @@ class Model:
             fields["duplicate"] = (not new, receipt.duplicate)
         if new and len(new) == len(publish.sents):
             if new[0].delayed:
-                fields["scheduled"], fields["offset"] = (True, receipt.scheduled), (-1, receipt.offset)
+                fields["scheduled"], fields["offset"] = (
+                    (True, receipt.scheduled),
+                    (-1, receipt.offset),
+                )
             else:
                 fields["scheduled"] = (False, receipt.scheduled)
                 got = [(each.topic, each.partition, each.offset) for each in receipt.ids()]
                 fields["ids"] = (sorted(s.place for s in new), sorted(got))
-        elif not new and not waits and len(publish.sents) == 1 and first is not None and not first.delayed:
+        elif (
+            not new
+            and not waits
+            and len(publish.sents) == 1
+            and first is not None
+            and not first.delayed
+        ):
             fields["ids"] = ([first.place], [tuple(each) for each in receipt.ids()])
         if first is not None and first.token is not None and not first.delayed:
             fields["token"] = (first.token.bytes, receipt.token)
@@ -234,7 +245,9 @@ class Model:
                 if partition is not None and number != partition:
                     continue
                 stored = self.topics[name].events.get(number, {})
-                offsets = [o for o in stored if (start or 0) <= o < (stop if stop is not None else 1 << 60)]
+                offsets = [
+                    o for o in stored if (start or 0) <= o < (stop if stop is not None else 1 << 60)
+                ]
                 seen = got.pop((name, number), [])
                 if since is not None:
                     offsets = [o for o in offsets if stored[o].ready.last >= since[0]]
@@ -251,7 +264,9 @@ class Model:
     def topic_list(self, infos: Iterable[Any]) -> None:
         """What the list of topics says; partitions may have grown by what is not read yet."""
         found = {info.name: info for info in infos if not info.name.startswith("_")}
-        unsure = {s.topic for s in self.waiting if s.unsure or s.delayed} | {e.topic for e in self.recurring.values()}
+        unsure = {s.topic for s in self.waiting if s.unsure or s.delayed} | {
+            e.topic for e in self.recurring.values()
+        }
         missing, more = set(self.topics) - set(found) - unsure, set(found) - set(self.topics)
         if missing or more - unsure:
             raise NotYet("topics: the list names each topic there is",
@@ -281,12 +296,15 @@ class Model:
         if topic is None:
             return expect("topics.grow", {"UnknownTopic"}, error)
         if partitions < topic.partitions:
-            return expect("topics.grow: a topic never gets fewer partitions", {"InvalidInput"}, error)
+            return expect(
+                "topics.grow: a topic never gets fewer partitions", {"InvalidInput"}, error
+            )
         if partitions == topic.partitions:
             return expect("topics.grow", {None, "InvalidInput"}, error)
         expect("topics.grow", {None}, error)
         topic.partitions = partitions
         topic.keys.clear()
+        return None
 
     def topic_deleted(self, name: str, error: str | None) -> None:
         """A topic was deleted."""
@@ -323,11 +341,13 @@ class Model:
         group = self.groups.get(name)
         if group is None:
             group = self.groups[name] = Group(name, options, self.slack_s, self.excused)
+            group.wire = self.wire
             group.disturbed_at, group.letters = t1, self.left.pop(name, {})
             for event in self.events(options.pattern):
                 if event.offset >= self._start(event.place[:2], options.start):
                     group.offer(event)
         group.join(member, max_inflight, t0, t1)
+        return None
 
     def _start(self, lane: Lane, start: str | int) -> int:
         topic = self.topics[lane[0]]
@@ -365,7 +385,9 @@ class Model:
         for name, number in self.lanes(log.pattern):
             topic = self.topics[name]
             first, end = topic.firsts.get(number, 0), topic.ends.get(number, 0)
-            behind = [end - max(first, place) for place in log.committed.get((name, number), {first})]
+            behind = [
+                end - max(first, place) for place in log.committed.get((name, number), {first})
+            ]
             least, most = least + min(behind), most + max(behind)
         return least, most
 
@@ -411,13 +433,18 @@ class Model:
         if topic is not None and (topic not in self.topics or not selects(pattern, topic)):
             return expect("groups.reset", {None, "UnknownTopic", "InvalidInput"}, error)
         lanes = self.lanes(pattern, topic)
-        expect("groups.reset", self.place_answers(lanes, to) | (set() if lanes else {"InvalidInput"}), error)
+        expect(
+            "groups.reset",
+            self.place_answers(lanes, to) | (set() if lanes else {"InvalidInput"}),
+            error,
+        )
         if error is not None:
             return None
         cursors = {lane: self._start(lane, to) for lane in lanes}
         if isinstance(group, LogGroup):
             return group.reset(cursors)
         group.reset(self.events(pattern), cursors, t0, t1)
+        return None
 
     def group_deleted(self, name: str, error: str | None) -> None:
         """A group was deleted."""
@@ -487,7 +514,7 @@ class Model:
 
     def forgets(self) -> Model:
         """What is left after a bus that keeps nothing was closed."""
-        return Model(self.slack_s, self.tenant, self.excused)
+        return Model(self.slack_s, wire=self.wire, excused=self.excused)
 
 
 def tenant_of(topic: str) -> str | None:

@@ -51,7 +51,9 @@ WEIGHTS = {
 class Draw:
     """Draws one sequence. `quick` keeps all waits short, for engines whose time is real."""
 
-    def __init__(self, seed: int, cannot: frozenset[str] = frozenset(), *, quick: bool = False) -> None:
+    def __init__(
+        self, seed: int, cannot: frozenset[str] = frozenset(), *, quick: bool = False
+    ) -> None:
         self.rng = Random(seed)
         self.seed = seed
         self.prefix = f"s{seed}"
@@ -150,7 +152,9 @@ class Draw:
     def transaction(self) -> dict[str, Any]:
         """Publishes and acks together, perhaps under a key, perhaps left by an exception."""
         rng = self.rng
-        events = [(rng.choice(self.topics), self.event(keyed=True)) for _ in range(rng.randrange(1, 4))]
+        events = [
+            (rng.choice(self.topics), self.event(keyed=True)) for _ in range(rng.randrange(1, 4))
+        ]
         for _, event in events:
             event.pop("name", None)
             event.pop("token", None)
@@ -194,7 +198,9 @@ class Draw:
     def settle(self) -> dict[str, Any]:
         """A delivery is settled in one of the ways."""
         rng = self.rng
-        how = rng.choice(("ack",) * 8 + ("nack",) * 4 + ("nack_later",) * 3 + ("reject",) * 2 + ("extend",))
+        how = rng.choice(
+            ("ack",) * 8 + ("nack",) * 4 + ("nack_later",) * 3 + ("reject",) * 2 + ("extend",)
+        )
         args: dict[str, Any] = {"pick": self._pick(), "how": how, "late": rng.random() < 0.1}
         if how == "nack_later":
             args["delay_s"] = self._seconds(0.0, 0.5, 2.0)
@@ -241,7 +247,10 @@ class Draw:
 
     def configure(self) -> dict[str, Any]:
         """The retention of a topic is set, to more than a sequence takes."""
-        return {"topic": self.rng.choice(self.topics), "retention_age_s": self.rng.choice((86400.0, 1e6))}
+        return {
+            "topic": self.rng.choice(self.topics),
+            "retention_age_s": self.rng.choice((86400.0, 1e6)),
+        }
 
     def reset(self) -> dict[str, Any]:
         """A group is sent to a place."""
