@@ -8,9 +8,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from types import TracebackType
 from typing import Any, Self
 
+from penstock.core.lease import check_span
 from penstock.engines.engine import Delivery, LogFeed, QueueFeed
 from penstock.model.batch import EventBatch
-from penstock.model.errors import BrokerUnreachable, BusClosed, ConnectionLost, InvalidInput
+from penstock.model.errors import (
+    BrokerUnreachable,
+    BusClosed,
+    ConnectionLost,
+    DeliveryError,
+    InvalidInput,
+    SomeNotSettled,
+)
 from penstock.model.event import Event
 
 
@@ -159,14 +167,31 @@ class Subscription:
             self._feed.mark(event.topic, event.partition, event.offset + 1, self._epoch)
 
     async def ack(self, events: Iterable[Event]) -> None:
-        """Ack many events."""
-        for event in events:
-            await event.ack()
+        """Ack many events: all that can be, then SomeNotSettled names those that could not."""
+        await _settle(events, Event.ack)
 
     async def nack(self, events: Iterable[Event], delay_s: float | None = None) -> None:
-        """Nack many events."""
-        for event in events:
-            await event.nack(delay_s)
+        """Nack many events: all that can be, then SomeNotSettled names those that could not."""
+        check_span("delay_s", delay_s)
+        await _settle(events, lambda event: event.nack(delay_s))
+
+
+async def _settle(events: Iterable[Event], settle: Callable[[Event], Awaitable[None]]) -> None:
+    failures: list[tuple[Event, DeliveryError]] = []
+    count = 0
+    for event in events:
+        count += 1
+        try:
+            await settle(event)
+        except DeliveryError as error:
+            failures.append((event, error))
+    if failures:
+        event, first = failures[0]
+        raise SomeNotSettled(
+            f"{len(failures)} of {count} events could not be settled, the others are; {event.id}: "
+            f"{first.message}. `failures` of this error has each event and why",
+            failures=failures,
+        )
 
 
 def _heard(received: asyncio.Future[Any]) -> None:

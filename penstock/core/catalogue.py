@@ -25,6 +25,8 @@ MAX_ROUTES = 1_000_000  # the size up to which look-ups are measured
 MAX_DESTINATION_BYTES = 255  # a topic or group name fits, and so does a URL of sensible length
 MAX_PRIORITY = 32_767  # both ways from 0: a signed 16-bit number on every wire
 
+DIRECT = "direct."
+"""Groups of one consumer each, known by the name it registered with (row T4)."""
 RouteType = Literal["fanout", "direct", "group"]
 ROUTE_TYPES: tuple[str, ...] = get_args(RouteType)
 
@@ -47,6 +49,11 @@ class Route(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     priority: int = 0
     enabled: bool = True
     tenant: str | None = None
+
+    @property
+    def group(self) -> str:
+        """The consumer group that the route leads to: that of a client's own, for `direct`."""
+        return f"{DIRECT}{self.destination}" if self.type == "direct" else self.destination
 
 
 class _Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -150,10 +157,11 @@ class RouteCatalogue:
         return self.put(msgspec.structs.replace(self.get(pattern, destination), enabled=False))
 
     def resolve(self, topic: str, tenant: str | None) -> list[Route]:
-        """List the enabled routes for an event of this topic and tenant.
+        """List the routes that an event of this topic and tenant takes.
 
         Higher priority first, then the more specific pattern, then by destination. A destination
-        that several routes lead to is listed for each of them.
+        that several routes lead to is listed for each of them. Of type `group` only the first
+        applies: it takes the topic over from the others.
         """
         routes = [
             route
@@ -162,7 +170,8 @@ class RouteCatalogue:
             if route.enabled and (route.tenant is None or route.tenant == tenant)
         ]
         routes.sort(key=_by_priority)
-        return routes
+        first = next((route for route in routes if route.type == "group"), None)
+        return [route for route in routes if route.type != "group" or route is first]
 
     def encode(self) -> bytes:
         """Turn the catalogue into JSON that carries its format, its version and a SHA-256.

@@ -137,7 +137,7 @@ class QueueGroup:
         """A consumer goes; what it held returns. Only what it was handed costs an attempt."""
         member = self.members.pop(member_id)
         self._turn.remove(member)
-        for lease in list(member.leases.values()):
+        for lease in sorted(member.leases.values(), key=_first):
             for index in range(lease.count):
                 if lease.states[index] == OUT and lease.handed(index):
                     self._fail(lease, index, RETURNED, now, 0.0, "the consumer left")
@@ -198,15 +198,22 @@ class QueueGroup:
         self.failures[REJECTED] += 1
         self._doom(lease.lane, lease.start + index, lease.attempt, reason, lease.handed(index))
 
-    def extend(self, lease: Lease, index: int, now: float, seconds: float | None = None) -> None:
-        """The member is still at work on an event."""
+    def extend(self, lease: Lease, index: int, now: float, seconds: float | None = None) -> bool:
+        """The member is still at work on an event; True when its lease ends sooner than before."""
         check_span("seconds", seconds)
         self.check(lease, index, now)
-        if index < len(lease.deadlines):
-            deadline = now + (self.spec.lease_s if seconds is None else seconds)
-            if deadline < lease.deadlines[index]:  # sooner than it would be looked at
-                heapq.heappush(self._checks, (deadline, lease.fence))
-            lease.deadlines[index] = deadline
+        if index >= len(lease.deadlines):
+            return False
+        deadline = now + (self.spec.lease_s if seconds is None else seconds)
+        sooner = deadline < lease.deadlines[index]
+        if sooner:
+            self.look_at(lease, deadline)
+        lease.deadlines[index] = deadline
+        return sooner
+
+    def look_at(self, lease: Lease, due: float) -> None:
+        """A lease may run out earlier than others that were made when it was."""
+        heapq.heappush(self._checks, (due, lease.fence))
 
     def buried(self, lane: Lane, offset: int) -> None:
         """A doomed event is stored among the dead letters."""
@@ -521,3 +528,7 @@ class QueueGroup:
         if self.starved is not None and not self._only_looked_at(self.starved):
             yield self.starved
         yield from (run for _, _, run in self._retries)
+
+
+def _first(lease: Lease) -> int:
+    return lease.start

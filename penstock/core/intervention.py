@@ -16,6 +16,8 @@ from penstock.core.ledger import AT_ONCE_MS
 
 def withdraw(group: QueueGroup, lane: Lane, offset: int) -> None:
     """An event is settled by an operator: whoever holds it may no longer settle it."""
+    # Replaying entries, nothing else tells that it was looked at: it may never have been leased.
+    group._entries.append(Retried(group.name, lane.topic, lane.partition, offset, 1, 0, AT_ONCE_MS))
     if offset >= lane.cursor:
         _set_apart(group, lane, offset)
     for lease in list(group.leases.values()):
@@ -43,7 +45,6 @@ def _set_apart(group: QueueGroup, lane: Lane, offset: int) -> None:
     """An event that was never handed out leaves its lane; those before it keep their order."""
     before = Run(lane, lane.cursor, offset - lane.cursor, 0)
     lane.end = max(lane.end, offset + 1)
-    group._entries.append(Retried(group.name, lane.topic, lane.partition, offset, 1, 0, AT_ONCE_MS))
     group._move(lane, offset + 1)
     if before.count:
         plain = group._gate is None and before.start >= lane.urgent_to

@@ -221,7 +221,7 @@ class Administration:
                 lag = lane.end - lane.cursor + open_events
                 lanes.append(LaneInfo(topic, partition, lane.cursor, lane.end, open_events, lag))
             members = sorted(machine.members)
-        return group_info(name, group.spec, members, lanes)
+        return group_info(name, group.spec, members, lanes, engine.groups.routed(name))
 
     async def _list_groups(self, request: ask.ListGroups) -> list[GroupInfo]:
         return [self._group_info(name) for name in sorted(self._engine.state.groups)]

@@ -31,7 +31,6 @@ from penstock.model.batch import EventBatch
 from penstock.model.errors import (
     AlreadyExists,
     AlreadyReplayed,
-    InvalidInput,
     OffsetExpired,
     PenstockError,
     Rejected,
@@ -334,27 +333,22 @@ class Graveyard:
         at_us, topic = self._engine.runtime.wall_us(), event.topic
         group = self._engine.dispatcher.groups.get(consumer) if offset != QUARANTINE else None
         lane = group.lanes.get((topic, event.partition)) if group is not None else None
-        if lane is not None and offset >= lane.cursor:
-            raise InvalidInput(
-                f"{topic}/{event.partition}/{offset} was not delivered to {consumer!r} yet, so it "
-                "cannot be taken away from it; nothing was changed",
-                id=id,
-            )
 
         def entries(receipts: list[Receipt]) -> list[Entry]:
             status = None  # never an event of that group
             if group is not None and lane is not None:
-                held = any(run.holds(lane, offset) for run in group.unsettled())
+                waits = offset >= lane.cursor
+                held = waits or any(run.holds(lane, offset) for run in group.unsettled())
                 status = "unsettled" if held else "settled"
                 intervention.withdraw(group, lane, offset)
             dead = Dead(id, consumer, topic, event.partition, offset, event.tenant, 0, reason,
                         at_us, receipts[0].offset)  # fmt: skip
             audit = Audited(at_us, actor, "dlq.dead-letter", [id], reason, {"status": status},
                             {"status": "dead", "consumer": consumer, "topic": topic})  # fmt: skip
-            return [dead, audit]
+            return [*([] if group is None else group.drain()), dead, audit]
 
         draft = self._draft(consumer, event, 0, reason)
-        await self._engine.intake.submit([draft], when_taken=entries)
+        await self._engine.intake.submit([draft], when_taken=entries, brings_news=True)
         self.buried(event.tenant, topic)
         if group is not None:
             self._engine.dispatcher.touched(group)  # its key may go on

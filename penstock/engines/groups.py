@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from penstock.core import intervention
 from penstock.core.admission import Waiting
+from penstock.core.catalogue import DIRECT
 from penstock.core.delivery import QueueGroup
 from penstock.core.entry import FIRST_FENCE, Entry, GroupGone, GroupPut, GroupSpec, LaneSet
 from penstock.core.routing import RouteTree
@@ -18,14 +19,13 @@ from penstock.core.takeup import restore
 from penstock.engines.logreader import LogGroup
 from penstock.model.errors import InvalidInput, OffsetExpired, PenstockError, UnknownGroup
 from penstock.model.event import Receipt
-from penstock.model.topic import check_pattern, is_system, tenant_of
+from penstock.model.topic import check_pattern, is_system, matches, tenant_of
 
 if TYPE_CHECKING:
+    from penstock.core.catalogue import Route
     from penstock.engines.embedded import EmbeddedEngine
 
 
-DIRECT = "direct."
-"""Groups of one consumer each, known by the name it registered with (row T4)."""
 MAX_DIGITS = 18  # of an offset or a time: more do not fit their column
 
 
@@ -90,6 +90,9 @@ class Groups:
             return
         old = present.spec
         if (old.mode, old.order) != (spec.mode, spec.order):
+            if not old.patterns:
+                await self._make_again(name, spec)
+                return
             raise InvalidInput(
                 f"group {name!r} is a {old.mode} group with order {old.order!r}, not {spec.mode} "
                 f"with {spec.order!r}. Use another group name, or delete the group first",
@@ -98,7 +101,16 @@ class Groups:
         if old != msgspec.structs.replace(spec, start=old.start):
             await engine.intake.submit([], when_taken=lambda _: self._change(name, spec))
 
-    def _create(self, name: str, spec: GroupSpec) -> list[Entry]:
+    async def _make_again(self, name: str, spec: GroupSpec) -> None:
+        """A route made a group; its first consumer says how it is to be served, from where it is."""
+        machine = self._engine.dispatcher.groups[name]
+        places = {place: lane.cursor for place, lane in machine.lanes.items()}
+        await self._forget(name)
+        await self._engine.intake.submit([], when_taken=lambda _: self._create(name, spec, places))
+
+    def _create(
+        self, name: str, spec: GroupSpec, places: Mapping[Place, int] | None = None
+    ) -> list[Entry]:
         engine = self._engine
         if name in engine.state.groups:
             return []  # somebody else was faster
@@ -107,6 +119,9 @@ class Groups:
         engine.state.groups[name] = group
         self._start(name, group)
         entries: list[Entry] = [GroupPut(name, spec)]
+        for place, offset in (places or {}).items():
+            if place[0] in engine.state.topics:
+                entries.append(self._open_lane(name, place, offset))
         try:
             for topic in engine.state.topics:
                 if self._reads(name, topic):
@@ -169,13 +184,27 @@ class Groups:
 
     def topics_of(self, name: str) -> set[str]:
         """Topics that a group has a place in, but for those that a route leads to it."""
+        return {topic for topic in self._topics_read(name) if not self._routed(name, topic)}
+
+    def _topics_read(self, name: str) -> set[str]:
         log, machine = self.logs.get(name), self._engine.dispatcher.groups.get(name)
         places = log.state.cursors if log is not None else machine.lanes if machine else ()
-        return {topic for topic in {place[0] for place in places} if not self._routed(name, topic)}
+        return {place[0] for place in places}
 
     def _routed(self, name: str, topic: str) -> bool:
         routes = self._engine.routes.resolve(topic, tenant_of(topic))
-        return any(route.destination == name for route in routes)
+        return any(route.group == name for route in routes)
+
+    def routed(self, name: str) -> list[str]:
+        """Topics that routes lead to a group, beside those of its patterns."""
+        if not len(self._engine.routes):
+            return []
+        own = self._engine.state.groups[name].spec.patterns
+        return sorted(
+            topic
+            for topic in self._topics_read(name)
+            if self._routed(name, topic) and not any(matches(pattern, topic) for pattern in own)
+        )
 
     def waiting_directly(self, topic: str, tenant: str) -> Waiting | None:
         """How much waits for direct consumers when a tenant publishes to a topic (row T11)."""
@@ -210,11 +239,8 @@ class Groups:
         names = self._tree.match(topic)
         if not is_system(topic):
             for route in self._engine.routes.resolve(topic, tenant_of(topic)):
-                if (
-                    route.destination not in names
-                    and route.destination in self._engine.state.groups
-                ):
-                    names.append(route.destination)
+                if route.group not in names and route.group in self._engine.state.groups:
+                    names.append(route.group)
         return names
 
     def topic_made(self, topic: str, first: int, count: int) -> list[Entry]:
@@ -295,10 +321,15 @@ class Groups:
             start=start,
         )
 
-    def routes_changed(self) -> list[Entry]:
-        """Routes bind topics to groups: open the lanes that are new, from now on."""
+    def routes_changed(self, route: Route | None) -> list[Entry]:
+        """Routes bind topics to groups: open the lanes that are new, from now on.
+
+        The group of a route that was put is made when it is not there: its events wait for it.
+        """
         self._readers.clear()
         entries: list[Entry] = []
+        if route is not None and route.enabled and route.group not in self._engine.state.groups:
+            entries += self._create(route.group, GroupSpec(patterns=(), start="latest"))
         for topic in self._engine.state.topics:
             for name in self._names_for(topic):
                 entries += self._open_lanes(name, topic, "latest")

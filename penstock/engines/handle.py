@@ -66,7 +66,8 @@ class Stretch:
 
     def extend(self, index: int, seconds: float | None) -> None:
         """More time."""
-        self.group.extend(self.lease, index + self.shift, self.now(), seconds)
+        if self.group.extend(self.lease, index + self.shift, self.now(), seconds):
+            self._touched(self.group)
 
     def give_back(self, index: int) -> None:
         """Again, at once: it was not worked on, or not to an end, and no attempt is counted."""
@@ -83,6 +84,8 @@ class Stretch:
         deadline = self.now() + (self.group.spec.lease_s if left_s is None else left_s)
         if start >= stop:
             return
+        if left_s is not None:
+            self.group.look_at(lease, deadline)
         first, last = max(shift + start, len(lease.deadlines)), shift + stop
         if first < last:
             lease.hand(first, deadline)

@@ -16,7 +16,7 @@ from penstock.core.catalogue import Route
 from penstock.core.entry import RecurringGone, RecurringPut
 from penstock.core.schedule import Definition
 from penstock.engines import request as ask
-from penstock.engines.operator_rules import check_content, check_schedule_id
+from penstock.engines.operator_rules import check_consumer, check_content, check_schedule_id
 from penstock.model.errors import PenstockError, UnknownRoute, UnknownSchedule
 from penstock.model.topic import check_topic
 
@@ -42,6 +42,8 @@ class StandingOrders:
     async def put_route(self, request: ask.PutRoute) -> None:
         """Add or replace."""
         route = request.route
+        if route.enabled:
+            self._check_destination(route)
         before = self._route(route.pattern, route.destination)
         self._engine.routes.put(route)
         await self._routes_changed(
@@ -59,10 +61,17 @@ class StandingOrders:
         """Enable or disable one."""
         routes, ends = self._engine.routes, (request.pattern, request.destination)
         before = routes.get(*ends)
+        if request.enabled:
+            self._check_destination(before)
         switch = routes.enable if request.enabled else routes.disable
         switch(*ends)
         word = "route.enable" if request.enabled else "route.disable"
         await self._routes_changed(request.actor, word, *ends, before)
+
+    def _check_destination(self, route: Route) -> None:
+        """A route leads to a group: one that is there, or one that can be made for it."""
+        if route.group not in self._engine.state.groups:
+            check_consumer(route.group)
 
     def _route(self, pattern: str, destination: str) -> Route | None:
         with suppress(UnknownRoute):
@@ -72,8 +81,8 @@ class StandingOrders:
     async def _routes_changed(
         self, actor: str, operation: str, pattern: str, destination: str, before: Route | None
     ) -> None:
-        engine = self._engine
-        after = _route_state(self._route(pattern, destination), gone="removed")
+        engine, route = self._engine, self._route(pattern, destination)
+        after = _route_state(route, gone="removed")
         after["version"] = engine.routes.version
         audit = engine.audit.entry(
             actor, operation, f"{pattern} -> {destination}", _route_state(before), after
@@ -81,7 +90,7 @@ class StandingOrders:
         try:
             await engine.save_routes()
             await engine.intake.submit(
-                [], when_taken=lambda _: [*engine.groups.routes_changed(), audit]
+                [], when_taken=lambda _: [*engine.groups.routes_changed(route), audit]
             )
         except PenstockError:
             await self._undo(pattern, destination, before)

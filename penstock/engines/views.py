@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from penstock.core.entry import GroupSpec, TopicSpec
@@ -55,6 +57,8 @@ class GroupInfo(msgspec.Struct):
     lag: int
     outstanding: int
     lanes: list[LaneInfo]
+    routed: list[str] = []
+    """Topics that routes lead to it, beside those of its patterns."""
 
 
 class SessionInfo(msgspec.Struct, frozen=True):
@@ -131,11 +135,17 @@ def topic_info(state: State, log: EventLog, settings: Settings, topic: str) -> T
     )  # fmt: skip
 
 
-def group_info(name: str, spec: GroupSpec, members: list[str], lanes: list[LaneInfo]) -> GroupInfo:
+def group_info(
+    name: str,
+    spec: GroupSpec,
+    members: list[str],
+    lanes: list[LaneInfo],
+    routed: Sequence[str] = (),
+) -> GroupInfo:
     """One group with its lanes."""
     return GroupInfo(
         name, spec.mode, spec.order, list(spec.patterns), members, sum(lane.lag for lane in lanes),
-        sum(lane.outstanding for lane in lanes), lanes,
+        sum(lane.outstanding for lane in lanes), lanes, list(routed),
     )  # fmt: skip
 
 

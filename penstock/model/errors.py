@@ -28,7 +28,8 @@
     │   ├── NotLeased                   delivery.not-leased
     │   ├── AlreadySettled              delivery.already-settled
     │   ├── LeaseExpired                delivery.lease-expired
-    │   └── Fenced                      delivery.fenced
+    │   ├── Fenced                      delivery.fenced
+    │   └── SomeNotSettled              delivery.some-not-settled
     ├── Refused                         refused.*          understood, and not allowed
     │   ├── WriteOnce                   refused.write-once
     │   ├── ConfirmationNeeded          refused.confirmation
@@ -340,6 +341,16 @@ class Fenced(DeliveryError):
     """A newer holder exists; this one may no longer change anything."""
 
     code = "delivery.fenced"
+
+
+class SomeNotSettled(DeliveryError):
+    """Of many events settled in one call, some could not be; the others are settled.
+
+    `failures` has a pair for each that could not: the event, and the error that settling it alone
+    would have raised.
+    """
+
+    code = "delivery.some-not-settled"
 
 
 class Refused(PenstockError):

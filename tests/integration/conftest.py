@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import penstock
 from penstock.bench.peers import Peer, make_peer
 from penstock.bench.peers.rabbitmq import server_path
 from penstock.testing.broker_process import BrokerProcess
@@ -51,3 +52,19 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"mount was refused here: {done.stderr.strip()}")
     yield mount
     subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+@pytest.fixture(params=["memory", "folder", "broker"])
+async def anywhere(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[penstock.Bus]:
+    """A bus of each kind: what it promises does not depend on where its events live."""
+    if request.param != "broker":
+        url = "mem:" if request.param == "memory" else str(tmp_path / "data")
+        async with penstock.connect(url) as bus:
+            yield bus
+        return
+    broker = await asyncio.to_thread(BrokerProcess(tmp_path / "data").start)
+    try:
+        async with penstock.connect(broker.url()) as bus:
+            yield bus
+    finally:
+        await asyncio.to_thread(broker.stop)

@@ -688,15 +688,15 @@ class Delivery(RuleBasedStateMachine):
         self.known[offset].made = 0
         self._waits(offset, 0.0)
 
-    @precondition(lambda self: self._has("out", "waiting", "dying"))
+    @precondition(lambda self: self._has("new", "out", "waiting", "dying"))
     @rule(data=st.data())
     def withdraw(self, data) -> None:
-        offset = self._pick(data, "out", "waiting", "dying")
-        self._write()
+        offset = self._pick(data, "new", "out", "waiting", "dying")
         event = self.known[offset]
         if event.state == "out":
             self.stale.append((event.lease, offset - event.lease.start))
         withdraw(self.machine, self.lane, offset)
+        self._write()
         self.ledger.acked(offset, 1)
         event.state = "dead"
 

@@ -555,7 +555,9 @@ class Group:
             if owed.state == "out" and hand is not None and moment >= hand.deadline.first:
                 if hand.attempt >= self.options.max_attempts or owed.event.expiring(moment):
                     yield owed
-            elif owed.state in ("waiting", "unsure") and owed.event.expiring(moment):
+            elif owed.state == "unsure" or (
+                owed.state == "waiting" and owed.event.expiring(moment)
+            ):
                 yield owed
             elif owed.state == "waiting" and owed.made[1] >= self.options.max_attempts:
                 yield owed  # finding B21

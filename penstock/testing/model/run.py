@@ -66,7 +66,7 @@ class Driver:
         self._numbers = 0
         self._open: set[str] = set()
         self.doubts = False
-        """Whether something was settled that a broker may refuse."""
+        """Whether something was settled that a broker may refuse, or not hear of."""
         self.step = Step("start")
 
     # -- calls -------------------------------------------------------------------------------------
@@ -498,7 +498,7 @@ class Driver:
         error = await self.call(f"await {client}.flush()")
         permitted: set[str | None] = {None}
         if self.doubts:
-            permitted |= {"LeaseExpired", "Fenced", "AlreadySettled"}
+            permitted |= {"LeaseExpired", "Fenced", "AlreadySettled", "ConnectionLost"}
         expect("consuming.md: flush waits until every ack so far is on disk", permitted, error)
         if error is not None:
             self.doubts = False
@@ -602,6 +602,7 @@ class Driver:
             await self.do_flush("bus")
         t0 = self.harness.now()
         await self.call("await harness.kill()")
+        self.doubts = True
         if self.harness.outlived:
             return self.model.engine_restarted(t0, self.ended, self.harness.unwritten_s)
         await self._connect("bus")
@@ -615,12 +616,14 @@ class Driver:
             await self.do_flush("bus")
         t0 = self.harness.now()
         await self.call("await harness.restart()")
+        self.doubts = True
         self.model.engine_restarted(t0, self.ended, 0.0)
 
     async def do_cut(self, client: str) -> None:
         """A connection breaks, and the client connects again."""
         client = await self._client(client)
         await self.call(f"await harness.cut({client!r})")
+        self.doubts = True
         for log in self.model.logs.values():
             log.shifted = {*log.members}
 
