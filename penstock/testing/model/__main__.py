@@ -12,9 +12,10 @@ import sys
 import time
 from collections import Counter
 
+from penstock.testing.model.faults import hunt_all
 from penstock.testing.model.harness import ENGINES, runs_on
-from penstock.testing.model.run import Found, run
-from penstock.testing.model.sequence import Draw, Sequence, shrink
+from penstock.testing.model.run import Attempt, Found, run, shortest
+from penstock.testing.model.sequence import Draw, Sequence
 
 LENGTH = 60
 
@@ -30,9 +31,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--no-shrink", action="store_true", help="print a failing sequence as it is"
     )
+    parser.add_argument("--faults", action="store_true", help="break each promise on purpose")
     options = parser.parse_args(arguments)
     first, count = (options.first, options.seeds) if options.seed is None else (options.seed, 1)
     try:
+        if options.faults:
+            return _faults()
         return _seeds(options.engine, range(first, first + count), options)
     except KeyboardInterrupt:
         print("model: stopped")
@@ -65,31 +69,28 @@ def _seeds(engine: str, seeds: range, options: argparse.Namespace) -> int:
     return int(counts["contradicted"] > 0)
 
 
+def _faults() -> int:
+    missed = 0
+    for fault, found, count in hunt_all():
+        missed += found is None
+        said = f"after {count} sequences" if found is None else f"in sequence {count}"
+        print(
+            f"{fault.name:16} {fault.promise:40} {'NOT FOUND' if found is None else 'found'} {said}",
+            flush=True,
+        )
+    print(f"model: {missed} of the planted faults were not found")
+    return int(missed > 0)
+
+
 def _told(counts: Counter[str]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "none"
 
 
-def _tell(found: Found, attempt: object, *, shorten: bool) -> None:
+def _tell(found: Found, attempt: Attempt, *, shorten: bool) -> None:
     print(f"model: CONTRADICTION with seed {found.sequence.seed} at {found.step}", flush=True)
     if shorten:
         found = shortest(found, attempt)
     print(found.script(), flush=True)
-
-
-def shortest(found: Found, attempt: object) -> Found:
-    """The same contradiction with as few steps as possible."""
-    best = found
-
-    def fails(sequence: Sequence) -> bool:
-        nonlocal best
-        again = attempt(sequence)  # type: ignore[operator]
-        if again is None or again.contradiction.promise != found.contradiction.promise:
-            return False
-        best = again
-        return True
-
-    shrink(found.sequence, fails)
-    return best
 
 
 if __name__ == "__main__":

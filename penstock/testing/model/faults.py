@@ -16,7 +16,7 @@ from penstock.core.delivery import QueueGroup
 from penstock.core.lease import Run
 from penstock.engines import request as ask
 from penstock.engines.embedded import EmbeddedEngine
-from penstock.engines.engine import Draft, Subscribe
+from penstock.engines.engine import Draft, Request, Subscribe
 from penstock.testing.model.harness import runs_on
 from penstock.testing.model.run import Found, run
 from penstock.testing.model.sequence import Draw
@@ -62,7 +62,7 @@ def _joins(**fields: Any) -> Broken:
     return broken
 
 
-def _answers(request: type, change: Callable[[Any], Any]) -> Broken:
+def _answers(request: type[Request], change: Callable[[Any], Any]) -> Broken:
     """An answer to operators that is not what the engine said."""
 
     def broken(original: Any) -> Any:
@@ -75,7 +75,7 @@ def _answers(request: type, change: Callable[[Any], Any]) -> Broken:
     return broken
 
 
-def _asks(request: type, **fields: Any) -> Broken:
+def _asks(request: type[Request], **fields: Any) -> Broken:
     """A request that arrives as another one."""
 
     def broken(original: Any) -> Any:

@@ -46,6 +46,9 @@ class Window(NamedTuple):
         return Window(self.first + seconds, self.last + seconds + slack_s)
 
 
+AT_ONCE = Window(0.0, 0.0)
+
+
 @dataclass(eq=False)
 class Sent:
     """One event as its publisher gave it, and where it was stored."""
@@ -62,12 +65,12 @@ class Sent:
     """Its idempotency key."""
     partition: int | None = None
     expires: Window | None = None
-    due: Window = Window(0.0, 0.0)
+    due: Window = AT_ONCE
     """When it is stored: at once, or at the time it was delayed to."""
     delayed: bool = False
     tenant: str = "default"
     offset: int = -1
-    ready: Window = Window(0.0, 0.0)
+    ready: Window = AT_ONCE
     """When consumers could have it."""
     unsure: bool = False
     """Its publish failed without saying whether it was stored."""
@@ -95,11 +98,15 @@ class Hand:
     member: str
     attempt: int
     deadline: Window
+    doubtful: bool = False
+    """It was on its way over a wire when an operator took it back: whether it counts is not known."""
     state: str = "live"
     """live, settled, expired, fenced or left; closed when its bus is gone."""
 
     def answers(self, t0: float, t1: float) -> set[str | None]:
         """What settling it now may raise: delivery.md, leases and fences."""
+        if self.doubtful:
+            return {None, "Fenced", "LeaseExpired", "AlreadySettled"}
         if self.state == "live":
             if t1 < self.deadline.first:
                 return {None}
@@ -120,9 +127,11 @@ class Owed:
     """waiting, out, done, dead; `unsure` when a crash may have undone what was settled."""
     made: tuple[int, int] = (0, 0)
     """Least and most attempts that were counted so far."""
-    due: Window = Window(0.0, 0.0)
+    due: Window = AT_ONCE
     hand: Hand | None = None
     settled_at: float = 0.0
+    on_its_way: bool = False
+    """An operator took it back while a wire may have carried it to a member."""
     revived: bool = False
     """It was a dead letter that was given back: its key had gone on without it."""
 
@@ -205,6 +214,10 @@ class Group:
         self.slack_s = slack_s
         self.excused = excused
         """Findings of `known.py` that are not held against the engine."""
+        self.wire = False
+        """Whether events travel to members, who may be handed what was taken back meanwhile."""
+        self.deleted: set[Place] = set()
+        """What was in topics that are gone."""
         self.restarted = False
         self.disturbed_at = 0.0
         """When it was made, a member left, or it came back from a restart."""
@@ -302,6 +315,10 @@ class Group:
         """A member received an event."""
         member, place = self.members[name], (event.topic, event.partition, event.offset)
         owed = self.owed.get(place)
+        taken_back = self.wire and owed is None and place in self.deleted
+        if taken_back or (owed is not None and owed.on_its_way and owed.state in ("dead", "done")):
+            gone = owed or Owed(Sent(event.topic, event.payload), "done")
+            return Hand(gone, name, event.attempt, Window(t0, t1), doubtful=True)
         if owed is None:
             raise Contradiction(
                 f"topics.md, consuming.md: group {self.name} receives what its pattern "
@@ -324,7 +341,9 @@ class Group:
         if owed.hand is not None:
             owed.hand.state = "expired"
         hand = Hand(owed, name, event.attempt,
-                    Window(t0, t1).later(self.options.lease_s, self.slack_s))  # fmt: skip
+                    Window(t0, t1).later(self.options.lease_s, self.slack_s),
+                    doubtful=owed.on_its_way)  # fmt: skip
+        owed.on_its_way = False
         owed.state, owed.hand, owed.made = "out", hand, (event.attempt, event.attempt)
         member.hands = [h for h in member.hands if h.state == "live"] + [hand]
         if self.options.order == "single":
@@ -484,6 +503,15 @@ class Group:
                 error or "it was taken",
             )
         owed = hand.owed
+        if hand.doubtful:
+            if (
+                owed.state == "out"
+                and owed.hand is hand
+                and (error is not None or call != "extend")
+            ):
+                owed.state, owed.hand, owed.due = "unsure", None, Window(t0, FOREVER)
+            hand.state = "closed"
+            return
         if error is not None:
             if error == "LeaseExpired" and hand.state == "live":
                 hand.state = "expired"
@@ -527,7 +555,9 @@ class Group:
             if owed.state == "out" and hand is not None and moment >= hand.deadline.first:
                 if hand.attempt >= self.options.max_attempts or owed.event.expiring(moment):
                     yield owed
-            elif owed.state in ("waiting", "unsure") and owed.event.expiring(moment):
+            elif owed.state == "unsure" or (
+                owed.state == "waiting" and owed.event.expiring(moment)
+            ):
                 yield owed
             elif owed.state == "waiting" and owed.made[1] >= self.options.max_attempts:
                 yield owed  # finding B21
@@ -581,6 +611,7 @@ class Group:
     def withdraw(self, place: Place, reason: str, when: float) -> None:
         """An operator made a dead letter of an event by hand."""
         owed = self.owed[place]
+        owed.on_its_way = self.wire
         if owed.hand is not None:
             owed.hand.state = "fenced"
         self.bury(owed, reason, when, attempts=(0, owed.made[1]))
@@ -600,6 +631,7 @@ class Group:
         for place, owed in self.owed.items():
             if place[:2] not in cursors:
                 continue
+            owed.on_its_way = self.wire and owed.state == "waiting"
             if owed.hand is not None:
                 owed.hand.state = "fenced"
             if place[2] < cursors[place[:2]] and owed.state in ("waiting", "out", "unsure"):
@@ -613,6 +645,7 @@ class Group:
                 self.owed.pop(event.place, None)
                 self.offer(event)
                 owed = self.owed[event.place]
+                owed.on_its_way = self.wire
                 owed.made, owed.due = (0, made), Window(t0, t1 + self.slack_s)
         for letter in self.letters.values():
             if letter.event.place[:2] in cursors:
@@ -624,6 +657,7 @@ class Group:
             if place[0] == topic:
                 if owed.hand is not None:
                     owed.hand.state = "closed"
+                self.deleted.add(place)
                 del self.owed[place]
         for letter in self.letters.values():
             if letter.event.topic == topic:

@@ -22,7 +22,7 @@ from penstock.testing.broker_process import BrokerProcess
 from penstock.testing.model.proxy import Proxy
 from penstock.testing.sim_loop import LoopRuntime, SimClock, SimLoop
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "journal__file_bytes": 1 << 20,
     "sealing__process": False,
     "durability__fsync": "never",

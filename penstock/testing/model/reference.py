@@ -69,11 +69,12 @@ class Model:
     """One bus, as its documents describe it."""
 
     def __init__(
-        self, slack_s: float, tenant: str = "default", excused: frozenset[str] = frozenset()
+        self, slack_s: float, *, wire: bool = False, excused: frozenset[str] = frozenset()
     ) -> None:
         self.slack_s = slack_s
+        self.wire = wire
         self.excused = excused
-        self.tenant = tenant
+        self.tenant = "default"
         self.topics: dict[str, Topic] = {}
         self.floors: dict[Lane, int] = {}
         """Where deleted topics ended: their offsets are never given again."""
@@ -303,6 +304,7 @@ class Model:
         expect("topics.grow", {None}, error)
         topic.partitions = partitions
         topic.keys.clear()
+        return None
 
     def topic_deleted(self, name: str, error: str | None) -> None:
         """A topic was deleted."""
@@ -339,11 +341,13 @@ class Model:
         group = self.groups.get(name)
         if group is None:
             group = self.groups[name] = Group(name, options, self.slack_s, self.excused)
+            group.wire = self.wire
             group.disturbed_at, group.letters = t1, self.left.pop(name, {})
             for event in self.events(options.pattern):
                 if event.offset >= self._start(event.place[:2], options.start):
                     group.offer(event)
         group.join(member, max_inflight, t0, t1)
+        return None
 
     def _start(self, lane: Lane, start: str | int) -> int:
         topic = self.topics[lane[0]]
@@ -440,6 +444,7 @@ class Model:
         if isinstance(group, LogGroup):
             return group.reset(cursors)
         group.reset(self.events(pattern), cursors, t0, t1)
+        return None
 
     def group_deleted(self, name: str, error: str | None) -> None:
         """A group was deleted."""
@@ -509,7 +514,7 @@ class Model:
 
     def forgets(self) -> Model:
         """What is left after a bus that keeps nothing was closed."""
-        return Model(self.slack_s, self.tenant, self.excused)
+        return Model(self.slack_s, wire=self.wire, excused=self.excused)
 
 
 def tenant_of(topic: str) -> str | None:
