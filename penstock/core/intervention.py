@@ -89,7 +89,7 @@ def reset(group: QueueGroup, lane: Lane, offset: int) -> None:
     group._leased_before = deque(run for run in group._leased_before if run.lane is not lane)
     for places in (group._unlooked, group._later):
         for place in [place for place in places if place[0] is lane]:
-            del places[place]  # type: ignore[attr-defined]
+            del places[place]
     group._dying = {place: made for place, made in group._dying.items() if place[0] is not lane}
     group.doomed = [doomed for doomed in group.doomed if doomed.lane is not lane]
     if group.starved is not None and group.starved.lane is lane:

@@ -12,6 +12,7 @@ import hashlib
 import os
 from collections.abc import MutableSequence
 from pathlib import Path
+from typing import cast
 
 from penstock.core.lease import Lease
 from penstock.core.takeup import Handed
@@ -108,7 +109,7 @@ class Handovers:
         words[at + 3] = 0
         words[at] = self._place(group, lane.topic, lane.partition)
         words[at + 1], words[at + 2] = lease.start, lease.attempt
-        return words[at + 3 : at + 4]
+        return cast(MutableSequence[int], words[at + 3 : at + 4])
 
     def _reclaim(self) -> bool:
         """Take back the slots of leases that ended; grow when there are few."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from penstock.core.catalogue import DIRECT
 from penstock.core.entry import GroupSpec
 from penstock.core.retry import Retry
 from penstock.core.window import MAX_HELD_EVENTS
 from penstock.engines.engine import Subscribe
-from penstock.core.catalogue import DIRECT
 from penstock.model.event import Identity
 from penstock.model.settings import Delivery
 from penstock.wire.message import Hello
