@@ -90,7 +90,11 @@ async def test_a_reset_refuses_nothing_that_nobody_settled(anywhere: penstock.Bu
         with pytest.raises(errors.Fenced):
             await events[1].ack()
         again = await take(sub, 3)
-        assert [(event.payload, event.attempt) for event in again] == [(b"0", 1), (b"1", 1), (b"2", 1)]
+        assert [(event.payload, event.attempt) for event in again] == [
+            (b"0", 1),
+            (b"1", 1),
+            (b"2", 1),
+        ]
         await sub.ack(again)
         assert await lag(bus) == 0
 
@@ -126,7 +130,11 @@ async def test_an_event_that_waits_can_be_made_a_dead_letter(anywhere: penstock.
         [first] = await take(sub, 1)
         for number in (3, 1):
             await bus.dead_letters.dead_letter(
-                str(receipt.ids()[number]), consumer="g", topic="jobs", actor="ann", reason="known bad"
+                str(receipt.ids()[number]),
+                consumer="g",
+                topic="jobs",
+                actor="ann",
+                reason="known bad",
             )
         await first.ack()
         payloads = []
