@@ -34,7 +34,7 @@ async def leave_leased(folder: Path, events: int) -> None:
     left = iter(range(events // window.batch_events))
     bus = await penstock.connect(folder, settings=SETTINGS).open()
     await bus.topics.create(TOPIC)
-    await bus.subscribe(TOPIC, group=GROUP, max_inflight=events, lease_s=LEASE_S).open()
+    sub = await bus.subscribe(TOPIC, group=GROUP, max_inflight=events, lease_s=LEASE_S).open()
 
     async def produce() -> None:
         for _ in left:
@@ -44,6 +44,7 @@ async def leave_leased(folder: Path, events: int) -> None:
     wanted = events // window.batch_events * window.batch_events
     while (await bus.groups.info(GROUP)).outstanding < wanted:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
+    await sub.get()  # the first event was handed over, so that it is an attempt
     await bus.flush()
 
 

@@ -160,11 +160,15 @@ class Bus:
             for error in stopped:
                 if error is not None:
                     log.warning("a handler did not leave its group in order: %s", error)
-            try:
-                async with asyncio.timeout(FLUSH_S):
-                    await self.engine.flush()
-            except (PenstockError, TimeoutError) as error:
-                log.warning("some of what the handlers did may be delivered again: %s", error)
+            if any(handler.worked for handler in self._handlers):
+                await self._flush_handlers()
+
+    async def _flush_handlers(self) -> None:
+        try:
+            async with asyncio.timeout(FLUSH_S):
+                await self.engine.flush()
+        except (PenstockError, TimeoutError) as error:
+            log.warning("some of what the handlers did may be delivered again: %s", error)
 
     async def __aenter__(self) -> Self:
         return await self.open()

@@ -239,6 +239,8 @@ class Handler:
         self._alarm: asyncio.TimerHandle | None = None
         """When the workers are looked at; None while none has worked since it rang last."""
         self._misdirected = 0
+        self.worked = False
+        """Whether it was given any event."""
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -337,6 +339,7 @@ class Handler:
                 self._end(error)
                 return
             worker.event, worker.began_at = event, now()
+            self.worked = True
             if self._alarm is None:
                 self._arm(worker.began_at + self._look_s)
             try:

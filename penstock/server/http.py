@@ -110,6 +110,8 @@ def build_app(surface: Surface, extra_routes: Sequence[Route] = ()) -> Starlette
 
 def _serving(surface: Surface, gate: Gate, table: dict[str, Endpoint]) -> Serve:
     async def serve(request: Request) -> Response:
+        if not all(request.path_params.values()):
+            raise HTTPException(404)
         endpoint = table["GET" if request.method == "HEAD" else request.method]
         try:
             return _json(await endpoint.handler(await _call(surface, gate, endpoint, request)))

@@ -80,6 +80,8 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     ("CreateTopic", {"topic": "new.topic", "spec": SPECIFIED}),
     ("ConfigureTopic", {"topic": TOPIC, "partitions": 3, "retention_age_s": 60.0, "actor": "me"}),
     ("DeleteTopic", {"topic": TOPIC, "actor": "me", "confirm": "DELETE"}),
+    ("Seal", {"before": 5, "actor": "me"}),
+    ("Seal", {}),
     ("FindOffset", {"topic": TOPIC, "partition": 0, "time_us": 5}),
     ("AdmitReplay", {"tenant": "default"}),
     ("ListGroups", {}),

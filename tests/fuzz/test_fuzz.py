@@ -5,6 +5,8 @@ run_atheris.py searches the same targets guided by coverage, and for longer.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from fuzz_targets import TARGETS, Finding, play
@@ -13,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engines.answers import REQUESTS
-from penstock.server import inbound
+from penstock.engines.layout import Layout
 from penstock.wire.frame import Frame, Kind
 from penstock.wire.mark import MESSAGES
 from penstock.wire.stream import encode_frame
@@ -66,11 +68,15 @@ def test_honest_clients_are_no_finding() -> None:
 
 
 def test_the_target_notices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the checks at the door, a number that does not fit stops the writer of everybody."""
-    monkeypatch.setattr(inbound, "RANGES", {})
-    draft = {"topic": "orders.created", "payloads": [b"x"], "priority": [300]}
+    """A publish that stops the writer of everybody is a finding."""
+
+    def broken(self: Layout, *_: Any) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(Layout, "lay", broken)
+    draft = {"topic": "orders.created", "payloads": [b"x"]}
     meta = msgspec.msgpack.encode({"sequence": 1, "drafts": [draft]})
-    with pytest.raises(Finding, match="the writer was stopped"):
+    with pytest.raises(Finding):
         play([Frame(int(Kind.PUBLISH), 1, meta)])
 
 

@@ -42,9 +42,9 @@ async def fill(path: Path, small: Any) -> None:
     settings = small(journal__side_file_bytes=50_000, sealing__grace_s=0.0)
     async with penstock.connect(path, settings=settings) as bus:
         await bus.publish_many("orders", [b"sealed %d" % n for n in range(50)])
-        await bus.routes.put(penstock.Route("orders", "billing"))
         async with bus.subscribe("orders", group="billing") as sub:
             await (await sub.get(timeout_s=5)).ack()
+        await bus.routes.put(penstock.Route("orders", "billing"))
         engine = bus.engine
         assert isinstance(engine, EmbeddedEngine)
         for _ in range(10):

@@ -193,7 +193,7 @@ async def test_the_end_of_a_subscription_is_said_once_and_raised_plain(
     await bus.ready()
     await bus.publish(topic, b"x")
     await owes(bus, group, 0)
-    await bus.groups.delete(group)
+    await bus.groups.delete(group, confirm="DELETE")
     with pytest.raises(penstock.UnknownGroup):
         await asyncio.wait_for(serving, LATE_S)
     assert len([r for r in caplog.records if "gets no more events" in r.message]) == 1
@@ -204,7 +204,7 @@ async def test_ready_raises_the_end_of_a_subscription(
 ) -> None:
     bus.handler(topic, group=group)(_ignore)
     await bus.ready()
-    await bus.groups.delete(group)
+    await bus.groups.delete(group, confirm="DELETE")
 
     async def raised() -> bool:
         try:
@@ -288,7 +288,7 @@ async def test_an_inbox_that_was_closed_is_opened_again(
     waiting = asyncio.create_task(bus.request(topic, 2, timeout_s=60))
     for info in await bus.groups.list():
         if info.name.startswith("_listener."):
-            await bus.groups.delete(info.name)
+            await bus.groups.delete(info.name, confirm="DELETE")
     assert await bus.request(topic, 3, timeout_s=LATE_S) == 3
     release.set()
     assert await asyncio.wait_for(waiting, LATE_S) == 2

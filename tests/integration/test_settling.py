@@ -85,7 +85,7 @@ async def test_a_reset_refuses_nothing_that_nobody_settled(anywhere: penstock.Bu
         events = await take(sub, 3)
         await events[0].ack()
         await bus.flush()
-        await bus.groups.reset("g", "earliest")
+        await bus.groups.reset("g", "earliest", confirm="RESET")
         await bus.flush()
         with pytest.raises(errors.Fenced):
             await events[1].ack()
