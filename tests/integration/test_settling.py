@@ -15,7 +15,7 @@ from penstock import errors
 from penstock.testing.broker_process import BrokerProcess
 
 DEADLINE_S = 30.0
-NO_TIME: list[Any] = [math.nan, math.inf, -1.0, 1e30, "5s", True]
+NO_TIME: list[Any] = [math.nan, math.inf, -1.0, 1e30, "soon", True]
 
 
 async def take(sub: penstock.Subscription, count: int) -> list[penstock.Event]:
