@@ -129,7 +129,7 @@ async def test_a_time_without_a_zone_is_in_utc(bus: penstock.Bus, topic: str, mo
     assert [each async for each in bus.replay(topic, until=moment)] == []
     async with bus.subscribe(topic, group=topic, start=moment) as sub:
         assert await sub.get(timeout_s=30) is not None
-    await bus.groups.reset(topic, moment)
+    await bus.groups.reset(topic, moment, confirm="RESET")
     receipt = await bus.publish(topic, b"2", deliver_at=moment)  # it is due already
     assert receipt.scheduled
     await bus.audit.query(since=moment, until="1s")
@@ -142,7 +142,7 @@ async def test_a_number_is_no_time_and_no_place(bus: penstock.Bus, topic: str, n
     for refused in (
         bus.publish(topic, b"2", event_time=number),
         bus.publish(topic, b"2", deliver_at=number),
-        bus.groups.reset("g", number),
+        bus.groups.reset("g", number, confirm="RESET"),
         bus.audit.query(since=number),
         anext(bus.replay(topic, since=number)),
     ):
@@ -161,7 +161,7 @@ async def test_an_offset_has_one_form(bus: penstock.Bus, topic: str) -> None:
         event = await sub.get(timeout_s=30)
         assert event is not None
         assert event.payload == b"2"
-    await bus.groups.reset(topic, "offset:1")
+    await bus.groups.reset(topic, "offset:1", confirm="RESET")
     assert (await bus.groups.info(topic)).lag == 3
 
 
@@ -353,4 +353,4 @@ async def test_topics_count_their_events_and_audit_results_are_what_they_say(
     assert results["route.put"]["enabled"] is True
     assert results["route.disable"]["enabled"] is False
     assert results["topic.configure"]["write_once"] is False
-    await bus.routes.remove(route.pattern, route.destination)
+    await bus.routes.remove(route.pattern, route.destination, confirm="REMOVE")
