@@ -24,6 +24,7 @@ from penstock.bus.desk import Audit, DeadLetters, Groups, Routes, Schedules, Top
 from penstock.bus.handler import handling
 from penstock.bus.subscription import Subscription
 from penstock.bus.transaction import Transaction
+from penstock.engines.credential import Token
 from penstock.model.batch import EventBatch
 from penstock.model.errors import BusClosed, InvalidInput
 from penstock.model.event import Event, Identity, Receipt
@@ -295,7 +296,7 @@ class SyncSubscription(Blocking[Subscription]):
         """Ack many events."""
         self._thread.wait(self._target.ack([_plain(event) for event in events]))
 
-    def nack(self, events: Iterable[Event], delay_s: float | None = None) -> None:
+    def nack(self, events: Iterable[Event], delay_s: Seconds | None = None) -> None:
         """Nack many events."""
         self._thread.wait(self._target.nack([_plain(event) for event in events], delay_s))
 
@@ -304,7 +305,7 @@ class SyncSubscription(Blocking[Subscription]):
         """How events are read: "queue" or "log"."""
         return self._target.mode
 
-    def get(self, timeout_s: float | None = None) -> SyncEvent | None:
+    def get(self, timeout_s: Seconds | None = None) -> SyncEvent | None:
         """The next event, or None when none came in time."""
         event = self._thread.wait(self._target.get(timeout_s))
         return None if event is None else self._blocking(event)
@@ -529,6 +530,7 @@ def connect_sync(
     *,
     settings: Settings | None = None,
     identity: Identity | None = None,
+    token: Token | None = None,
     **flags: Any,
 ) -> SyncBus:
     """The same as `connect`, blocking: every method waits for its result.
@@ -537,5 +539,5 @@ def connect_sync(
     ...     bus.publish("orders.created", {"id": 7}).offset
     0
     """
-    bus = connect(url, settings=settings, identity=identity, **flags)
+    bus = connect(url, settings=settings, identity=identity, token=token, **flags)
     return SyncBus(bus, LoopThread())

@@ -253,7 +253,9 @@ class Housekeeper:
             return await job
         finally:
             job.cancel()
-            await asyncio.gather(job, return_exceptions=True)  # its process ends before the bus does
+            await asyncio.gather(
+                job, return_exceptions=True
+            )  # its process ends before the bus does
 
     def _apply(self, added: list[SegmentInfo], removed: list[int], sealed_to: int | None) -> None:
         self._engine.log.manifest.apply(

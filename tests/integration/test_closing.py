@@ -250,7 +250,7 @@ async def test_a_bus_that_is_closed_while_a_job_begins_leaves_no_process(tmp_pat
         for _ in range(8):
             await bus.publish("orders", os.urandom(200_000))
         async with asyncio.timeout(PATIENCE_S):
-            while not children() - before:  # noqa: ASYNC110
+            while not children() - before:
                 await asyncio.sleep(0.001)
     assert not children() - before
 
