@@ -97,6 +97,11 @@ def command(
     plan = Plan(headers=parse_headers(pairs), **options)
     _check_usage(plan, values, files)
     paths = [*files, *values] if plan.many else list(files)
+    if values == ("-",) and not plan.many and plan.codec is None:
+        raise click.UsageError(
+            "'-' is no way to name stdin: leave VALUE out to publish what comes in there, or publish this text "
+            "with --codec raw"
+        )
     if len(values) == 1 and not plan.many and plan.codec is None and Path(values[0]).is_file():
         raise click.UsageError(
             f"{values[0]!r} is a file here. Publish what is in it with --file {shlex.quote(values[0])}, or "
