@@ -102,7 +102,7 @@ def command(
             "'-' is no way to name stdin: leave VALUE out to publish what comes in there, or publish this text "
             "with --codec raw"
         )
-    if len(values) == 1 and not plan.many and plan.codec is None and os.path.isfile(values[0]):  # noqa: PTH113 (a long text is no name)
+    if len(values) == 1 and not plan.many and plan.codec is None and os.path.isfile(values[0]):
         raise click.UsageError(
             f"{values[0]!r} is a file here. Publish what is in it with --file {shlex.quote(values[0])}, or "
             "this text with --codec raw"
