@@ -16,12 +16,13 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
 
 from penstock.bus.bus import Bus
 from penstock.bus.connect import connect
 from penstock.bus.desk import Audit, DeadLetters, Groups, Routes, Schedules, Topics
 from penstock.bus.handler import handling
+from penstock.bus.publishing import PublishManyOptions, PublishOptions
 from penstock.bus.subscription import Subscription
 from penstock.bus.transaction import Transaction
 from penstock.engines.credential import Token
@@ -338,11 +339,11 @@ class SyncTransaction(Blocking[Transaction]):
 
     ack = calls(Transaction.ack)
 
-    def publish(self, topic: str, value: Any, **options: Any) -> None:
+    def publish(self, topic: str, value: Any, **options: Unpack[PublishOptions]) -> None:
         """Publish one event when the transaction commits; options as in `Bus.publish`."""
         self._thread.call(lambda: self._target.publish(topic, value, **options))
 
-    def publish_many(self, topic: str, values: Any, **options: Any) -> None:
+    def publish_many(self, topic: str, values: Any, **options: Unpack[PublishManyOptions]) -> None:
         """Publish many events when the transaction commits; options as in `Bus.publish_many`."""
         self._thread.call(lambda: self._target.publish_many(topic, values, **options))
 

@@ -13,7 +13,7 @@ import threading
 import pytest
 
 import penstock
-from penstock.bus import desk, sync
+from penstock.bus import desk, publishing, sync
 
 
 def test_publish_subscribe_replay_and_desks(tmp_path) -> None:
@@ -263,4 +263,32 @@ def test_each_method_has_a_blocking_form_with_the_same_parameters(original, bloc
             assert inspect.getdoc(form), f"{blocking.__name__}.{name}"
             assert not inspect.iscoroutinefunction(inspect.getattr_static(blocking, name))
             theirs = list(inspect.signature(form).parameters.values())
-            assert [p.name for p in theirs] == list(inspect.signature(method).parameters)
+            ours = list(inspect.signature(method).parameters.values())
+            assert [each.name for each in theirs] == [each.name for each in ours]
+            for each, our in zip(theirs[1:], ours[1:], strict=True):
+                assert each.annotation.removeprefix("Sync") == our.annotation, (
+                    f"{name}({each.name})"
+                )
+
+
+def test_connect_sync_takes_what_connect_takes() -> None:
+    """D1: a token, for example."""
+    theirs, ours = (inspect.signature(each) for each in (penstock.connect_sync, penstock.connect))
+    assert theirs.parameters == ours.parameters
+
+
+@pytest.mark.parametrize(
+    ("options", "method"),
+    [
+        (publishing.PublishOptions, penstock.Bus.publish),
+        (publishing.PublishManyOptions, penstock.Bus.publish_many),
+    ],
+    ids=["publish", "publish_many"],
+)
+def test_a_transaction_names_the_options_of_its_publishes(options, method) -> None:
+    """D1, D7: an editor completes them, and a type checker knows a misspelt one."""
+    taken = inspect.signature(method).parameters.values()
+    named = {each.name: each.annotation for each in taken if each.kind is each.KEYWORD_ONLY}
+    for never in ("delay_s", "deliver_at"):
+        del named[never]
+    assert {name: hint.__forward_arg__ for name, hint in options.__annotations__.items()} == named
