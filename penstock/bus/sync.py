@@ -38,6 +38,10 @@ P = ParamSpec("P")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM while a blocking bus runs; like Ctrl-C it cancels what is waited for."""
+
+
 class LoopThread:
     """An event loop in a thread of its own; the thread starts with the first call."""
 
@@ -481,15 +485,22 @@ class SyncBus(Blocking[Bus]):
     def run(self, *, drain_s: Seconds | None = None) -> None:
         """Serve the handlers until Ctrl-C, SIGTERM, or a handler's subscription fails; then close."""
 
-        def close(number: int, frame: Any) -> None:
-            self._thread.begin(self._target.close(drain_s=drain_s))
+        terminated = False
+
+        def terminate(number: int, frame: Any) -> None:
+            nonlocal terminated
+            if not terminated:
+                terminated = True
+                raise _Terminated
 
         main = threading.current_thread() is threading.main_thread()
         ours = main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         if ours:
-            signal.signal(signal.SIGTERM, close)
+            signal.signal(signal.SIGTERM, terminate)
         try:
             self._thread.wait(self._target.run(drain_s=drain_s))
+        except _Terminated:  # it may have come before there was anything to cancel
+            self._thread.wait(self._target.close(drain_s=drain_s))
         finally:
             if ours:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)

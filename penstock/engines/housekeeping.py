@@ -253,9 +253,7 @@ class Housekeeper:
             return await job
         finally:
             job.cancel()
-            await asyncio.gather(
-                job, return_exceptions=True
-            )  # its process ends before the bus does
+            await asyncio.wait({job})  # it has a process to stop
 
     def _apply(self, added: list[SegmentInfo], removed: list[int], sealed_to: int | None) -> None:
         self._engine.log.manifest.apply(

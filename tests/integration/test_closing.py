@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import os
 import threading
@@ -21,7 +20,6 @@ from penstock.engines.runtime import Runtime
 from penstock.engines.writer import SLOW_WRITES
 from penstock.log.disk import RealFile
 from penstock.log.journal import Journal
-from tests.conftest import small_settings
 
 PATIENCE_S = 10.0
 # For how long something on the writer's thread waits for what must not happen meanwhile.
@@ -240,25 +238,3 @@ async def test_a_bus_that_cannot_open_leaves_nothing_behind_and_may_try_again(tm
     await late.publish("orders", b"at last")
     await late.close()
     assert threading.active_count() == before
-
-
-async def test_a_bus_that_is_closed_while_a_job_begins_leaves_no_process(tmp_path) -> None:
-    """Closing waits for the sealing process that it ends, however young that is."""
-    settings = small_settings(sealing__process=True)
-    before = children()
-    async with penstock.connect(tmp_path / "data", settings=settings) as bus:
-        for _ in range(8):
-            await bus.publish("orders", os.urandom(200_000))
-        async with asyncio.timeout(PATIENCE_S):
-            while not children() - before:
-                await asyncio.sleep(0.001)
-    assert not children() - before
-
-
-def children() -> set[str]:
-    """The processes that this one has started and that have not ended."""
-    found: set[str] = set()
-    for thread in Path(f"/proc/{os.getpid()}/task").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # a thread that has ended meanwhile
-            found.update((thread / "children").read_text().split())
-    return found

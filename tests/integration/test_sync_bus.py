@@ -204,15 +204,14 @@ def test_a_handler_may_close_its_blocking_bus() -> None:
 
 
 SERVING = """
-import penstock, sys, time
+import penstock, sys, threading, time
 bus = penstock.connect_sync(sys.argv[1])
 @bus.handler("orders", group="g")
 def slow(value: int) -> None:
     print("begun", flush=True)
     time.sleep(1)
     print("done", flush=True)
-bus.open()
-bus.publish("orders", 1)
+threading.Timer(0.5, lambda: bus.publish("orders", 1)).start()
 bus.run()
 print("closed", flush=True)
 """
@@ -233,6 +232,32 @@ def test_signals_let_a_blocking_handler_finish(tmp_path, number: int, code: int)
     assert process.returncode == code
     with penstock.connect_sync(tmp_path / "data") as bus:
         assert bus.groups.info("g").lag == 0
+
+
+EARLY = """
+import penstock, signal, sys, threading
+from penstock.bus.bus import Bus
+run = Bus.run
+async def terminated_first(self, **options):
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+    await run(self, **options)
+Bus.run = terminated_first
+bus = penstock.connect_sync(sys.argv[1])
+bus.handler("orders", group="g")(lambda value: None)
+if sys.argv[2] == "opened":
+    bus.open()
+bus.run()
+print("closed", flush=True)
+"""
+
+
+@pytest.mark.parametrize("state", ["opened", "new"])
+def test_a_signal_that_comes_as_run_begins_is_heeded(tmp_path, state: str) -> None:
+    """B2: whether the bus is open by then or not."""
+    words = [sys.executable, "-c", EARLY, str(tmp_path / "data"), state]
+    for _ in range(3):
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, done.stdout) == (0, "closed\n"), done.stderr
 
 
 PAIRS = [
