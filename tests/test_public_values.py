@@ -118,8 +118,8 @@ BY_NAME: dict[tuple[str, str], list[Any] | None] = {
 A reason is cut to its length, not refused: it often is the text of an error.
 """
 NO_VALUES = {"bus.open", "bus.close", "bus.run", "bus.ready", "bus.flush", "bus.wall_us", "bus.need",
-             "bus.draft", "bus.draft_many", "sub.open", "sub.close", "sub.batches", "sub.commit",
-             "sub.cursor", "sub.at_hand", "event.ack"}  # fmt: skip
+             "bus.draft", "bus.draft_many", "bus.topics.seal", "sub.open", "sub.close", "sub.batches",
+             "sub.commit", "sub.cursor", "sub.at_hand", "event.ack"}  # fmt: skip
 """Calls that take nothing that could be wrong; `draft` is what `publish` takes, `need` asks a name."""
 
 
@@ -458,17 +458,22 @@ def test_a_url_that_is_none(value: Any) -> None:
         penstock.connect(value)
 
 
-@pytest.mark.parametrize("name", ["settings", "identity"])
-def test_options_of_connect(name: str) -> None:
-    assert set(inspect.signature(penstock.connect).parameters) == {
-        "url",
-        "settings",
-        "identity",
-        "flags",
-    }
-    for value in WRONG[name.title()]:
-        with pytest.raises(InvalidInput):
-            penstock.connect("mem:", **{name: value})
+CONNECTING = {
+    "settings": ("mem:", WRONG["Settings"]),
+    "identity": ("mem:", WRONG["Identity"]),
+    "token": ("penstock://127.0.0.1:1", [5, True, b"x", ["x"], {}, "", "x" * 100_000, LONE, 1j, Opaque()]),
+}  # fmt: skip
+"""Wrong values for what `connect` takes beside a URL and settings, and a URL that takes it."""
+
+
+@pytest.mark.parametrize("connect", [penstock.connect, penstock.connect_sync])
+def test_options_of_connect(connect: Callable[..., Any]) -> None:
+    taken = set(inspect.signature(connect).parameters)
+    assert taken == {"url", "flags", *CONNECTING}, "a parameter is new: say what is wrong for it"
+    for name, (url, values) in CONNECTING.items():
+        for value in values:
+            with pytest.raises(InvalidInput, match=f"{name}|tenant|subject"):
+                connect(url, **{name: value})
 
 
 @pytest.mark.parametrize("name", ["ladder_ms", "max_attempts"])

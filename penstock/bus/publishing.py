@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence, Set
 from itertools import islice
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -39,6 +39,36 @@ from penstock.model.topic import check_topic, tenant_of
 
 Key = bytes | str
 Token = bytes | str | uuid.UUID
+
+
+class PublishOptions(TypedDict, total=False):
+    """What `publish` takes beside topic and value, but for a delay."""
+
+    key: Key | None
+    headers: Mapping[str, str] | None
+    token: Token | None
+    idempotency_key: str | None
+    event_time: Moment | None
+    ttl_s: Seconds | None
+    priority: int
+    codec: str | None
+    partition: int | None
+
+
+class PublishManyOptions(TypedDict, total=False):
+    """What `publish_many` takes beside topic and values, but for a delay."""
+
+    keys: Sequence[Key | None] | None
+    headers: Sequence[Mapping[str, str] | None] | None
+    tokens: Sequence[Token] | None
+    idempotency_keys: Sequence[str] | None
+    event_times: Sequence[Moment | None] | None
+    ttl_s: Seconds | None
+    priorities: Sequence[int] | None
+    codec: str | None
+    partition: int | None
+
+
 MAX_PRIORITY = 9
 MAX_PARTITION = (1 << 31) - 1
 MAX_KEY_CHARACTERS = 1 << 20  # of an idempotency key: it is hashed, never stored

@@ -16,14 +16,16 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
 
 from penstock.bus.bus import Bus
 from penstock.bus.connect import connect
 from penstock.bus.desk import Audit, DeadLetters, Groups, Routes, Schedules, Topics
 from penstock.bus.handler import handling
+from penstock.bus.publishing import PublishManyOptions, PublishOptions
 from penstock.bus.subscription import Subscription
 from penstock.bus.transaction import Transaction
+from penstock.engines.credential import Token
 from penstock.model.batch import EventBatch
 from penstock.model.errors import BusClosed, InvalidInput
 from penstock.model.event import Event, Identity, Receipt
@@ -34,6 +36,10 @@ T = TypeVar("T")
 R = TypeVar("R")
 P = ParamSpec("P")
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM while a blocking bus runs; like Ctrl-C it cancels what is waited for."""
 
 
 class LoopThread:
@@ -295,7 +301,7 @@ class SyncSubscription(Blocking[Subscription]):
         """Ack many events."""
         self._thread.wait(self._target.ack([_plain(event) for event in events]))
 
-    def nack(self, events: Iterable[Event], delay_s: float | None = None) -> None:
+    def nack(self, events: Iterable[Event], delay_s: Seconds | None = None) -> None:
         """Nack many events."""
         self._thread.wait(self._target.nack([_plain(event) for event in events], delay_s))
 
@@ -304,7 +310,7 @@ class SyncSubscription(Blocking[Subscription]):
         """How events are read: "queue" or "log"."""
         return self._target.mode
 
-    def get(self, timeout_s: float | None = None) -> SyncEvent | None:
+    def get(self, timeout_s: Seconds | None = None) -> SyncEvent | None:
         """The next event, or None when none came in time."""
         event = self._thread.wait(self._target.get(timeout_s))
         return None if event is None else self._blocking(event)
@@ -337,11 +343,11 @@ class SyncTransaction(Blocking[Transaction]):
 
     ack = calls(Transaction.ack)
 
-    def publish(self, topic: str, value: Any, **options: Any) -> None:
+    def publish(self, topic: str, value: Any, **options: Unpack[PublishOptions]) -> None:
         """Publish one event when the transaction commits; options as in `Bus.publish`."""
         self._thread.call(lambda: self._target.publish(topic, value, **options))
 
-    def publish_many(self, topic: str, values: Any, **options: Any) -> None:
+    def publish_many(self, topic: str, values: Any, **options: Unpack[PublishManyOptions]) -> None:
         """Publish many events when the transaction commits; options as in `Bus.publish_many`."""
         self._thread.call(lambda: self._target.publish_many(topic, values, **options))
 
@@ -479,15 +485,22 @@ class SyncBus(Blocking[Bus]):
     def run(self, *, drain_s: Seconds | None = None) -> None:
         """Serve the handlers until Ctrl-C, SIGTERM, or a handler's subscription fails; then close."""
 
-        def close(number: int, frame: Any) -> None:
-            self._thread.begin(self._target.close(drain_s=drain_s))
+        terminated = False
+
+        def terminate(number: int, frame: Any) -> None:
+            nonlocal terminated
+            if not terminated:
+                terminated = True
+                raise _Terminated
 
         main = threading.current_thread() is threading.main_thread()
         ours = main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         if ours:
-            signal.signal(signal.SIGTERM, close)
+            signal.signal(signal.SIGTERM, terminate)
         try:
             self._thread.wait(self._target.run(drain_s=drain_s))
+        except _Terminated:  # it may have come before there was anything to cancel
+            self._thread.wait(self._target.close(drain_s=drain_s))
         finally:
             if ours:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -529,6 +542,7 @@ def connect_sync(
     *,
     settings: Settings | None = None,
     identity: Identity | None = None,
+    token: Token | None = None,
     **flags: Any,
 ) -> SyncBus:
     """The same as `connect`, blocking: every method waits for its result.
@@ -537,5 +551,5 @@ def connect_sync(
     ...     bus.publish("orders.created", {"id": 7}).offset
     0
     """
-    bus = connect(url, settings=settings, identity=identity, **flags)
+    bus = connect(url, settings=settings, identity=identity, token=token, **flags)
     return SyncBus(bus, LoopThread())

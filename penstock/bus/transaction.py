@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from penstock.bus import tracing
-from penstock.bus.publishing import key_token
+from penstock.bus.publishing import PublishManyOptions, PublishOptions, key_token
 from penstock.bus.subscription import Subscription
 from penstock.engines.engine import Draft, Settle
 from penstock.engines.engine import Transaction as EngineTransaction
@@ -62,11 +62,11 @@ class Transaction:
             self._parts.tenant = bus.identity.tenant
         self._open = True
 
-    def publish(self, topic: str, value: Any, **options: Any) -> None:
+    def publish(self, topic: str, value: Any, **options: Unpack[PublishOptions]) -> None:
         """Publish one event when the transaction commits; options as in `Bus.publish`."""
         self._add(self._bus.draft(topic, value, **options))
 
-    def publish_many(self, topic: str, values: Any, **options: Any) -> None:
+    def publish_many(self, topic: str, values: Any, **options: Unpack[PublishManyOptions]) -> None:
         """Publish many events when the transaction commits; options as in `Bus.publish_many`."""
         self._add(self._bus.draft_many(topic, values, **options))
 

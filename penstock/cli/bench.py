@@ -13,6 +13,7 @@ import click
 
 from penstock.cli import exits, output
 from penstock.cli.invocation import Invocation, Noun
+from penstock.cli.when import Duration
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -56,12 +57,17 @@ def list_(invocation: Invocation) -> None:
     metavar="PEER,...",
     help="Peers to run in the same run, such as jetstream,redis.",
 )
-@click.option("--seconds", type=float, default=None, help="Length of one measured window.")
+@click.option(
+    "--seconds", type=Duration(least=0.01), default=None, help="Length of one measured window."
+)
 @click.option(
     "--rounds", type=int, default=None, help="Windows for each side; medians are reported."
 )
 @click.option(
-    "--within", type=float, default=None, help="Seconds for all of it: more for longer windows."
+    "--within",
+    type=Duration(least=0.01),
+    default=None,
+    help="Time for all of it: more for longer windows.",
 )
 @folder_option
 @click.pass_obj

@@ -18,6 +18,7 @@ from penstock.cli.publish import parse_headers
 from penstock.cli.view import FORMAT_HELP, renderer
 from penstock.cli.visit import change
 from penstock.cli.when import DURATION, POSITION
+from penstock.model.errors import DeliveryError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,7 +48,11 @@ class Consumption:
     async def work(self, events: penstock.Subscription) -> None:
         """Take and settle one event after another until it is time to end."""
         while (event := await self._next(events)) is not None:
-            outcome = await self._settle(event)
+            try:
+                outcome = await self._settle(event)
+            except DeliveryError as error:  # it was reset, deleted or given to another meanwhile
+                outcome = "lost"
+                output.note(f"{event.id} attempt {event.attempt}: {error.message}, {outcome}")
             self.counts[outcome] = self.counts.get(outcome, 0) + 1
 
     async def _next(self, events: penstock.Subscription) -> penstock.Event | None:

@@ -15,6 +15,7 @@ import msgspec
 
 from penstock.cli import exits, output
 from penstock.cli.invocation import DEFAULT_URL, Invocation, folder_of, leaf
+from penstock.cli.when import Duration
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,8 +38,8 @@ GRACE_S = 4.0
 @leaf("demo")
 @click.option(
     "--seconds",
-    type=click.FloatRange(0.1, 86_400),
-    default=20.0,
+    type=Duration(least=0.1),
+    default="20s",
     show_default=True,
     help="How long the producers publish.",
 )

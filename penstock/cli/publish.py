@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -97,7 +97,12 @@ def command(
     plan = Plan(headers=parse_headers(pairs), **options)
     _check_usage(plan, values, files)
     paths = [*files, *values] if plan.many else list(files)
-    if len(values) == 1 and not plan.many and plan.codec is None and Path(values[0]).is_file():
+    if values == ("-",) and not plan.many and plan.codec is None:
+        raise click.UsageError(
+            "'-' is no way to name stdin: leave VALUE out to publish what comes in there, or publish this text "
+            "with --codec raw"
+        )
+    if len(values) == 1 and not plan.many and plan.codec is None and os.path.isfile(values[0]):
         raise click.UsageError(
             f"{values[0]!r} is a file here. Publish what is in it with --file {shlex.quote(values[0])}, or "
             "this text with --codec raw"

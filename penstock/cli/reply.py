@@ -14,6 +14,7 @@ from penstock.cli.invocation import Invocation, leaf
 from penstock.cli.program import EXEC_HELP, HOPELESS, run_program
 from penstock.cli.publisher import understood
 from penstock.cli.visit import change
+from penstock.model.errors import DeliveryError, InvalidInput
 
 if TYPE_CHECKING:
     import penstock
@@ -49,7 +50,7 @@ def command(invocation: Invocation, pattern: str, value: str | None, group: str,
             while not stopping.is_set() and (most is None or answered < most):
                 event = await events.get(timeout_s=0.5)
                 if event is not None:
-                    answered += await _answer(bus, event, value, program, stopping)
+                    answered += await _settled(bus, event, value, program, stopping)
             await bus.flush()
         return answered
 
@@ -59,6 +60,18 @@ def command(invocation: Invocation, pattern: str, value: str | None, group: str,
         raise click.exceptions.Exit(
             exits.INTERRUPTED if signals[0] == signal.SIGINT else exits.TERMINATED
         )
+
+
+async def _settled(bus: penstock.Bus, event: penstock.Event, value: str | None, program: str | None, stopping: asyncio.Event) -> bool:  # fmt: skip
+    """Answer one request and settle it; what is wrong with it is told, and ends nothing else."""
+    try:
+        return await _answer(bus, event, value, program, stopping)
+    except InvalidInput as error:
+        output.note(f"{event.id} attempt {event.attempt}: {error.message}, rejected")
+        await event.reject(error.message)
+    except DeliveryError as error:
+        output.note(f"{event.id} attempt {event.attempt}: {error.message}")
+    return False
 
 
 async def _answer(bus: penstock.Bus, event: penstock.Event, value: str | None, program: str | None, stopping: asyncio.Event) -> bool:  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import TYPE_CHECKING, TypeVar
 
 from penstock.cli import output
@@ -44,8 +45,11 @@ async def _with_bus(
     invocation: Invocation, url: str, work: Callable[[penstock.Bus], Awaitable[T]]
 ) -> T:
     import penstock
+    from penstock.model.loader import unknown
 
     settings = invocation.settings()
+    for problem in unknown(os.environ):
+        output.note(f"{problem}; it is not heeded")
     notice = asyncio.get_running_loop().call_later(NOTICE_S, _tell_of_silence, url, settings)
     try:
         async with penstock.connect(url, settings=settings) as bus:

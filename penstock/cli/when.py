@@ -87,11 +87,14 @@ class Duration(_Parameter):
 
     name = "DURATION"
 
+    def __init__(self, least: float = 0.0) -> None:
+        self._least = least
+
     def read(self, name: str, text: str) -> Any:
         """Text to seconds."""
         from penstock.model.parameter import seconds
 
-        return seconds(name, text)
+        return seconds(name, text, least=self._least)
 
 
 class Size(_Parameter):

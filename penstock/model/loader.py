@@ -22,13 +22,13 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import msgspec
-from msgspec import inspect
 
 from penstock.model.consistency import conflicts
 from penstock.model.errors import InvalidSettings
-from penstock.model.quantity import parse, unit_of
+from penstock.model.parameter import shown
+from penstock.model.quantity import unit_of
 from penstock.model.reference import allowed
-from penstock.model.setting import MIB, field_types
+from penstock.model.setting import MIB, field_types, in_unit
 from penstock.model.settings import Settings, TenantLimits
 from penstock.model.topic import TENANT_NAME, TENANT_RULE
 
@@ -225,38 +225,15 @@ def _understood(entry: Entry) -> Any:
         if not re.match(TENANT_NAME, tenant):
             raise ValueError(f"no tenant can be called {tenant!r}: {TENANT_RULE}")
     unit = unit_of(entry.key.rpartition(".")[2])
-    shown = repr(entry.value)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
     try:
-        value = _plain(entry.value, unit, _shape(kind))
+        value = in_unit(entry.value, unit, kind)
     except ValueError as error:
-        raise ValueError(f"{shown} {error}; give {allowed(kind, unit)}") from None
+        raise ValueError(f"{shown(entry.value)} {error}; give {allowed(kind, unit)}") from None
     try:
         return msgspec.convert(value, kind, strict=not entry.text)
     except msgspec.ValidationError:
-        raise ValueError(f"{shown} is not allowed; give {allowed(kind, unit)}") from None
-
-
-def _shape(kind: Any) -> Literal["optional", "list", "single"]:
-    info = inspect.type_info(kind)
-    if isinstance(info, inspect.Metadata):
-        info = info.type
-    if isinstance(info, inspect.UnionType) and info.includes_none:
-        return "optional"
-    return "list" if isinstance(info, inspect.VarTupleType) else "single"
-
-
-def _plain(value: Any, unit: str, shape: str) -> Any:
-    """Units worked out, `none` taken for None where the field can be without a limit."""
-    if isinstance(value, list | tuple):
-        return [_plain(item, unit, "single") for item in value]
-    if not isinstance(value, str):
-        return value
-    if shape == "optional" and value.strip().lower() == "none":
-        return None
-    if shape == "list":
-        return [_plain(item, unit, "single") for item in value.strip("[] ").split(",")]
-    return parse(value, unit) if unit else value
+        message = f"{shown(entry.value)} is not allowed; give {allowed(kind, unit)}"
+        raise ValueError(message) from None
 
 
 def _kind(key: str) -> Any:

@@ -130,9 +130,7 @@ def _in_seconds(value: Any) -> float | None:
     try:
         if type(value) is not bool and isinstance(value, Real):
             return float(value)
-        if isinstance(value, timedelta):
-            return value / _MICROSECOND / 1e6
-        if isinstance(value, str):
+        if isinstance(value, str | timedelta):
             return float(parse(value, "s"))
     except (OverflowError, ValueError):
         pass

@@ -7,6 +7,7 @@ understands "5m", and both are printed back that way.
 from __future__ import annotations
 
 import re
+from datetime import timedelta
 from decimal import Decimal
 from typing import Any
 
@@ -24,6 +25,7 @@ SPANS_MS = {
     "d": Decimal(86_400_000),
     "w": Decimal(604_800_000),
 }
+_MICROSECOND = timedelta(microseconds=1)
 SHOWN_SPANS = ("ms", "s", "min", "h", "d")
 
 # 18 digits hold every size and time there is and keep the arithmetic small.
@@ -42,12 +44,19 @@ def unit_of(name: str) -> str:
     return last if last in ("bytes", "s", "ms") else ""
 
 
-def parse(text: str, unit: str) -> int | float:
-    """The number of `unit` that a text means; a text without a unit is in `unit` already.
+def parse(text: str | timedelta, unit: str) -> int | float:
+    """The number of `unit` that a text or a timedelta means; a text without a unit is in `unit` already.
 
     >>> parse("64MiB", "bytes"), parse("1.5 GB", "bytes"), parse("1h30m", "s"), parse("1.5s", "ms")
     (67108864, 1500000000, 5400, 1500)
+    >>> parse(timedelta(milliseconds=1500), "s"), parse(timedelta(seconds=2), "ms")
+    (1.5, 2000)
     """
+    if isinstance(text, timedelta):
+        if unit not in SPANS_MS:
+            raise ValueError("is a duration")
+        value = Decimal(text // _MICROSECOND) * SPANS_MS["us"] / SPANS_MS[unit]
+        return int(value) if value == int(value) else float(value)
     written = text.strip()
     parts = [(Decimal(number), suffix) for number, suffix in _PART.findall(written)]
     if not parts or _PART.sub("", written):

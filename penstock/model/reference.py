@@ -28,7 +28,7 @@ file, then the environment, then flags; the later one wins, field by field.
 | Python | `Settings(durability=Durability(fsync="interval"))` |
 
 Names end in their unit. A field in `_bytes` takes `67108864`, `"64MiB"` or `"64MB"`; a field in `_s`
-or `_ms` takes a number in that unit or `"100ms"`, `"30s"`, `"5m"`, `"2h"`, `"30d"`. `"none"` lifts a
+or `_ms` takes a number in that unit or `"100ms"`, `"30s"`, `"5m"`, `"2h"`, `"30d"`, in Python a `timedelta` too. `"none"` lifts a
 limit that can be lifted. A list is a list in a file and `100ms,1s,10s` elsewhere.
 
 `penstock config check` lists every problem at once, with its source, and starts nothing.

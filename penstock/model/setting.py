@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from functools import cache
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, inspect
 
 from penstock.model.errors import InvalidSettings
+from penstock.model.parameter import shown
+from penstock.model.quantity import parse, unit_of
 from penstock.model.topic import TENANT_NAME
 
 KIB = 1024
@@ -53,16 +56,46 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         for name, kind in field_types(type(self)).items():
             value = getattr(self, name)
             try:
-                checked = msgspec.convert(value, kind)
-            except msgspec.ValidationError as error:
+                checked = msgspec.convert(in_unit(value, unit_of(name), kind), kind)
+            except ValueError as error:
                 raise InvalidSettings(
-                    f"{type(self).__name__}.{name} = {value!r}: {error}. "
+                    f"{type(self).__name__}.{name} = {shown(value)}: {error}. "
                     "`penstock docs settings` lists what is allowed",
                     key=name,
-                    value=value,
+                    value=shown(value),
                 ) from None
             # A list becomes a tuple and a dict a copy: nobody changes a frozen group from outside.
             msgspec.structs.force_setattr(self, name, checked)
+
+
+def in_unit(value: Any, unit: str, kind: Any) -> Any:
+    """A value of a field as a number of the field's unit, from text or a timedelta; "none" is None.
+
+    >>> in_unit("5m", "s", Span), in_unit(timedelta(seconds=1), "ms", DelayMs), in_unit(7, "s", Span)
+    (300, 1000, 7)
+    """
+    shape = _shape(kind)
+    if shape == "list" and isinstance(value, str):
+        value = value.strip("[] ").split(",")
+    if isinstance(value, list | tuple):
+        return [_amount(item, unit) for item in value]
+    if shape == "optional" and isinstance(value, str) and value.strip().lower() == "none":
+        return None
+    return _amount(value, unit)
+
+
+def _amount(value: Any, unit: str) -> Any:
+    return parse(value, unit) if unit and isinstance(value, str | timedelta) else value
+
+
+@cache
+def _shape(kind: Any) -> Literal["optional", "list", "single"]:
+    info = inspect.type_info(kind)
+    if isinstance(info, inspect.Metadata):
+        info = info.type
+    if isinstance(info, inspect.UnionType) and info.includes_none:
+        return "optional"
+    return "list" if isinstance(info, inspect.VarTupleType) else "single"
 
 
 @cache

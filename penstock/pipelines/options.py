@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 
-from penstock.core.schedule import parse_duration
 from penstock.model.codec import codecs
 from penstock.model.errors import InvalidInput
 from penstock.model.nearest import did_you_mean
+from penstock.model.parameter import count, microseconds, size_bytes
 from penstock.model.topic import check_topic
 from penstock.pipelines.plan import Topics
 
@@ -130,12 +131,20 @@ def source_options(options: Mapping[str, str]) -> SourceOptions:
         end=given.take("end", str, "latest"),
         columns=tuple(filter(None, columns)),
         schema=given.take("schema", str, None),
-        late_after_us=given.take("lateafter", parse_duration, None),
-        max_events_per_trigger=given.take("maxeventspertrigger", _positive, None),
-        max_bytes_per_trigger=given.take("maxbytespertrigger", _positive, None),
-        min_events_per_trigger=given.take("mineventspertrigger", _positive, None),
-        max_trigger_delay_us=given.take("maxtriggerdelay", parse_duration, 15 * 60 * 1_000_000),
-        events_per_task=given.take("eventspertask", _positive, 500_000),
+        late_after_us=given.take("lateafter", partial(microseconds, "lateAfter"), None),
+        max_events_per_trigger=given.take(
+            "maxeventspertrigger", _count("maxEventsPerTrigger"), None
+        ),
+        max_bytes_per_trigger=given.take(
+            "maxbytespertrigger", partial(size_bytes, "maxBytesPerTrigger"), None
+        ),
+        min_events_per_trigger=given.take(
+            "mineventspertrigger", _count("minEventsPerTrigger"), None
+        ),
+        max_trigger_delay_us=given.take(
+            "maxtriggerdelay", partial(microseconds, "maxTriggerDelay"), 15 * 60 * 1_000_000
+        ),
+        events_per_task=given.take("eventspertask", _count("eventsPerTask"), 500_000),
         on_expired=given.take("onexpired", _on_expired, "fail"),
         pushdown=given.take("pushdown", _truth, None),
         token=given.take("token", str, None),
@@ -151,7 +160,9 @@ def sink_options(options: Mapping[str, str]) -> SinkOptions:
         query_id=given.take("queryid", str, None),
         batch_id=given.take("batchid", str, None),
         codec=given.take("codec", _codec, "raw"),
-        max_transaction_bytes=given.take("maxtransactionbytes", _positive, 128 << 20),
+        max_transaction_bytes=given.take(
+            "maxtransactionbytes", partial(size_bytes, "maxTransactionBytes"), 128 << 20
+        ),
         plans=given.take("plans", check_topic, "spark.plans"),
         token=given.take("token", str, None),
     )
@@ -241,11 +252,11 @@ class _Given:
             ) from None
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError("give a number of 1 or more")
-    return number
+def _count(name: str) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        return count(name, int(text) if text.isdecimal() else text, least=1)
+
+    return read
 
 
 def _on_expired(text: str) -> str:

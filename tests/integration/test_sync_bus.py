@@ -13,7 +13,7 @@ import threading
 import pytest
 
 import penstock
-from penstock.bus import desk, sync
+from penstock.bus import desk, publishing, sync
 
 
 def test_publish_subscribe_replay_and_desks(tmp_path) -> None:
@@ -204,15 +204,14 @@ def test_a_handler_may_close_its_blocking_bus() -> None:
 
 
 SERVING = """
-import penstock, sys, time
+import penstock, sys, threading, time
 bus = penstock.connect_sync(sys.argv[1])
 @bus.handler("orders", group="g")
 def slow(value: int) -> None:
     print("begun", flush=True)
     time.sleep(1)
     print("done", flush=True)
-bus.open()
-bus.publish("orders", 1)
+threading.Timer(0.5, lambda: bus.publish("orders", 1)).start()
 bus.run()
 print("closed", flush=True)
 """
@@ -233,6 +232,32 @@ def test_signals_let_a_blocking_handler_finish(tmp_path, number: int, code: int)
     assert process.returncode == code
     with penstock.connect_sync(tmp_path / "data") as bus:
         assert bus.groups.info("g").lag == 0
+
+
+EARLY = """
+import penstock, signal, sys, threading
+from penstock.bus.bus import Bus
+run = Bus.run
+async def terminated_first(self, **options):
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+    await run(self, **options)
+Bus.run = terminated_first
+bus = penstock.connect_sync(sys.argv[1])
+bus.handler("orders", group="g")(lambda value: None)
+if sys.argv[2] == "opened":
+    bus.open()
+bus.run()
+print("closed", flush=True)
+"""
+
+
+@pytest.mark.parametrize("state", ["opened", "new"])
+def test_a_signal_that_comes_as_run_begins_is_heeded(tmp_path, state: str) -> None:
+    """B2: whether the bus is open by then or not."""
+    words = [sys.executable, "-c", EARLY, str(tmp_path / "data"), state]
+    for _ in range(3):
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, done.stdout) == (0, "closed\n"), done.stderr
 
 
 PAIRS = [
@@ -263,4 +288,32 @@ def test_each_method_has_a_blocking_form_with_the_same_parameters(original, bloc
             assert inspect.getdoc(form), f"{blocking.__name__}.{name}"
             assert not inspect.iscoroutinefunction(inspect.getattr_static(blocking, name))
             theirs = list(inspect.signature(form).parameters.values())
-            assert [p.name for p in theirs] == list(inspect.signature(method).parameters)
+            ours = list(inspect.signature(method).parameters.values())
+            assert [each.name for each in theirs] == [each.name for each in ours]
+            for each, our in zip(theirs[1:], ours[1:], strict=True):
+                assert each.annotation.removeprefix("Sync") == our.annotation, (
+                    f"{name}({each.name})"
+                )
+
+
+def test_connect_sync_takes_what_connect_takes() -> None:
+    """D1: a token, for example."""
+    theirs, ours = (inspect.signature(each) for each in (penstock.connect_sync, penstock.connect))
+    assert theirs.parameters == ours.parameters
+
+
+@pytest.mark.parametrize(
+    ("options", "method"),
+    [
+        (publishing.PublishOptions, penstock.Bus.publish),
+        (publishing.PublishManyOptions, penstock.Bus.publish_many),
+    ],
+    ids=["publish", "publish_many"],
+)
+def test_a_transaction_names_the_options_of_its_publishes(options, method) -> None:
+    """D1, D7: an editor completes them, and a type checker knows a misspelt one."""
+    taken = inspect.signature(method).parameters.values()
+    named = {each.name: each.annotation for each in taken if each.kind is each.KEYWORD_ONLY}
+    for never in ("delay_s", "deliver_at"):
+        del named[never]
+    assert {name: hint.__forward_arg__ for name, hint in options.__annotations__.items()} == named

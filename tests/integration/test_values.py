@@ -16,6 +16,7 @@ import pytest
 
 import penstock
 from penstock import errors
+from penstock.model import settings
 from penstock.testing.broker_process import BrokerProcess
 
 ENGINES = ("memory", "folder", "broker")
@@ -73,6 +74,30 @@ async def test_retention_is_given_as_people_write_it(bus: penstock.Bus, topic: s
     assert (info.retention_age_s, info.retention_bytes) == (604_800.0, 10**9)
     info = await bus.topics.configure(topic, retention_age_s=timedelta(days=1))
     assert (info.retention_age_s, info.retention_bytes) == (86_400.0, 10**9)
+
+
+@pytest.mark.parametrize("span", [5, 5.0, "5s", "5", "5000ms", timedelta(seconds=5)])
+def test_settings_take_durations_as_calls_do(span: Any) -> None:
+    """A6: one converter, for the keywords of `connect` and for the groups themselves."""
+    assert penstock.connect("mem:", delivery__lease_s=span).settings.delivery.lease_s == 5.0
+    assert settings.Delivery(lease_s=span).lease_s == 5.0
+    ladder = ("250ms", timedelta(seconds=1), 10)
+    bus = penstock.connect("mem:", delivery__ladder_ms=ladder, journal__file_bytes="64MiB")
+    assert bus.settings.delivery.ladder_ms == (250, 1_000, 10)
+    assert bus.settings.journal == settings.Journal(file_bytes="64MiB")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "span", [math.nan, math.inf, -1, "soon", True, b"5s", timedelta.max, object]
+)
+def test_a_setting_that_is_no_duration_is_named(span: Any) -> None:
+    """A6: by its name, with what is allowed."""
+    with pytest.raises(
+        errors.InvalidSettings, match=r"delivery\.lease_s: .* give more than 0 to 1 d"
+    ):
+        penstock.connect("mem:", delivery__lease_s=span)
+    with pytest.raises(errors.InvalidSettings, match=r"Delivery\.lease_s"):
+        settings.Delivery(lease_s=span)
 
 
 # -- leases ----------------------------------------------------------------------------------------

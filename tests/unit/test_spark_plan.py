@@ -229,10 +229,16 @@ def test_an_unknown_option_is_named_with_the_nearest_one() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "why"),
     [
-        ("maxEventsPerTrigger", "0", "1 or more"),
-        ("maxEventsPerTrigger", "many", "invalid literal"),
+        ("maxEventsPerTrigger", "0", "maxEventsPerTrigger is a whole number from 1 up, not 0"),
+        (
+            "maxEventsPerTrigger",
+            "many",
+            "maxEventsPerTrigger is a whole number from 1 up, not 'many'",
+        ),
+        ("maxBytesPerTrigger", "much", "maxBytesPerTrigger is an amount of bytes"),
+        ("maxTriggerDelay", "nan", "maxTriggerDelay is a duration"),
         ("onExpired", "ignore", "fail, skip"),
-        ("lateAfter", "soon", "duration"),
+        ("lateAfter", "soon", "lateAfter is a duration"),
         ("topics", "a..b", "a..b"),
         ("pushdown", "perhaps", "true, false"),
     ],

@@ -87,6 +87,39 @@ def test_a_question_and_its_answer(cli: Any, tmp_path: Path, wait: Any) -> None:
         assert silent.code == 7, silent
 
 
+def test_an_event_that_is_no_request_does_not_end_reply(
+    cli: Any, tmp_path: Path, wait: Any
+) -> None:
+    """D3, B6: it becomes a dead letter, and the next request is answered."""
+    with BrokerProcess(tmp_path / "served") as broker:
+        cli.env["PENSTOCK_URL"] = broker.url()
+        answering = cli.start("reply", "math.#", "42", "--max", "1")
+        wait(lambda: cli("group", "info", "reply").code == 0, "the answering group is there")
+        cli.ok("publish", "math.double", "no request")
+        assert cli.ok("request", "math.double", "21", "--timeout", "20s").text == "42\n"
+        _, errors = answering.communicate(timeout=30)
+        assert answering.returncode == 0, errors
+        assert b"math.double/0/0 attempt 1: math.double/0/0 is no request" in errors
+        (letter,) = cli.ok("dlq", "list", "--json").rows
+        assert "is no request" in letter["reason"]
+
+
+def test_an_event_that_is_taken_away_does_not_end_consume(cli: Any, tmp_path: Path, wait: Any) -> None:  # fmt: skip
+    """D3: a reset while the program runs costs that delivery and nothing else."""
+    with BrokerProcess(tmp_path / "served") as broker:
+        cli.env["PENSTOCK_URL"] = broker.url()
+        cli.ok("publish", "jobs", "a")
+        program = "read -r text; touch began-$EVENT_ATTEMPT; [ -e again ] || sleep 2"
+        running = cli.start("consume", "jobs", "--group", "g", "--max", "2", "--lease", "600ms", "--exec", program)  # fmt: skip
+        wait(lambda: (cli.folder / "began-1").exists(), "the program begins")
+        cli.ok("group", "reset", "g", "--to", "earliest", "--confirm", "RESET")
+        (cli.folder / "again").touch()
+        _, errors = running.communicate(timeout=30)
+        assert running.returncode == 0, errors
+        assert b"2 events: 1 acked, 1 lost" in errors
+        assert cli.ok("group", "info", "g", "--json").row["lag"] == 0
+
+
 def test_a_broker_that_is_not_there_is_told_within_seconds(cli: Any) -> None:
     for url in ("penstock://127.0.0.1:9", "penstock://nosuch.invalid:5557"):
         failed = cli("topic", "list", "--timeout", "300ms", env={"PENSTOCK_URL": url})
@@ -116,6 +149,8 @@ def test_slips_of_publish_store_nothing(cli: Any) -> None:
     (cli.folder / "order.json").write_text('{"id": 7}')
     slip = cli("publish", "orders", "order.json")
     assert (slip.code, "--file order.json" in slip.stderr) == (2, True)
+    dash = cli("publish", "orders", "-", input=b"from a pipe")
+    assert (dash.code, "leave VALUE out" in dash.stderr) == (2, True)
     assert cli.count("orders") == 0
     cli.ok("publish", "orders", "")
     cli.ok("publish", "orders", "order.json", "--codec", "raw")

@@ -165,7 +165,7 @@ def test_delay_is_scheduled_and_ttl_is_kept(cli):
 
 
 def test_at_delivers_at_its_time(cli, wait):
-    cli.ok("publish", "t", "soon", "--at", str(round(time.time() + 8, 3)))
+    cli.ok("publish", "t", "soon", "--at", f"@{time.time() + 8:.3f}")
     assert cli.count("t") == 0
 
     def due() -> bool:
@@ -173,6 +173,11 @@ def test_at_delivers_at_its_time(cli, wait):
         return cli.count("t") == 1
 
     wait(due, "the event came due")
+
+
+def test_a_long_text_is_a_value_and_no_file(cli):
+    cli.ok("publish", "t", "y" * 100_000)
+    assert cli.values("t") == [b"y" * 100_000]
 
 
 def test_too_large(cli):

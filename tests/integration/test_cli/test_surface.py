@@ -273,3 +273,12 @@ def test_texts_for_users_name_no_file_of_the_source_tree() -> None:
 
 PRINTERS = {"schema.py"}
 """What they print is itself a file of docs/reference."""
+
+
+def test_a_misspelt_variable_is_told_by_each_command(cli):
+    """A11: it stops nothing, and what Kubernetes sets is not told."""
+    cli.env["PENSTOCK_DURABILITY_FSNC"] = "never"
+    cli.env["PENSTOCK_SERVICE_HOST"] = "10.0.0.7"
+    told = cli.ok("publish", "t", "x").stderr
+    assert told.count("not heeded") == 1
+    assert "PENSTOCK_DURABILITY_FSNC: durability.fsnc: there is no such setting" in told
