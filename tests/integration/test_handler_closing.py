@@ -258,7 +258,7 @@ async def test_a_handler_registered_while_the_bus_runs_counts_too(url: str, topi
         await bus.ready()
         await bus.publish(topic, b"x")
         await owes(bus, f"late-{topic}", 0)
-        await bus.groups.delete(f"late-{topic}")
+        await bus.groups.delete(f"late-{topic}", confirm="DELETE")
         with pytest.raises(penstock.UnknownGroup):
             await asyncio.wait_for(serving, PATIENCE_S)
 
