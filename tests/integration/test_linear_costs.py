@@ -76,7 +76,7 @@ def test_a_schedule_that_is_removed_as_it_fires_stays_removed(world: Any) -> Non
     async def work(bus: penstock.Bus) -> None:
         await bus.schedules.put("s", "tick.t", b"x", every="10ms")
         await asyncio.sleep(0.105)
-        await bus.schedules.remove("s")
+        await bus.schedules.remove("s", confirm="REMOVE")
 
     there = world()
     there.run(work)
@@ -94,7 +94,7 @@ async def test_joining_costs_what_matches_and_not_all_topics(mem: penstock.Bus) 
         with counted_calls() as calls:
             async with mem.subscribe(f"mine.n{count}", group=f"g{count}") as sub:
                 await (await anext(sub)).ack()
-            await mem.groups.delete(f"g{count}")
+            await mem.groups.delete(f"g{count}", confirm="DELETE")
         return calls.count
 
     await cost(10)
@@ -111,7 +111,7 @@ async def test_a_route_costs_what_it_selects_and_not_all_topics(mem: penstock.Bu
             await mem.topics.create(f"t{count}.n{number}")
         with counted_calls() as calls:
             await mem.routes.put(penstock.Route(f"t{count}.n1", "billing"))
-            await mem.routes.remove(f"t{count}.n1", "billing")
+            await mem.routes.remove(f"t{count}.n1", "billing", confirm="REMOVE")
         lanes = (await mem.groups.info("billing")).lanes
         assert f"t{count}.n1" in {lane.topic for lane in lanes}
         return calls.count
