@@ -547,3 +547,18 @@ async def test_a_handler_may_settle_its_event_itself(
     await owes(bus, group, 0)
     assert done == [0, 1]
     assert await bus.dead_letters.list(consumer=group) == []
+
+
+async def test_a_request_expires_at_its_deadline(bus: penstock.Bus, topic: str, group: str) -> None:
+    """B11: however long its inbox took; a handler that comes later does no work for nothing."""
+    calls: list[Any] = []
+    with pytest.raises(penstock.RequestTimedOut):
+        await bus.request(topic, "question", timeout_s=0.5)
+
+    @bus.handler(topic, group=group)
+    async def handle(question: str) -> str:
+        calls.append(question)
+        return "answer"
+
+    await dead_letters(bus, group, 1)
+    assert calls == []
