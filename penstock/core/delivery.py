@@ -307,7 +307,7 @@ class QueueGroup:
 
     def _next_member(self) -> Member | None:
         if self.spec.order == "single":
-            first = next(iter(self.members.values()), None)
+            first = next((each for each in self.members.values() if not each.away), None)
             return first if first is not None and first.ready(self) else None
         for _ in range(len(self._turn)):
             member = self._turn[0]
