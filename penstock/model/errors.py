@@ -166,6 +166,7 @@ __all__ = [
     "RetentionFull",
     "SchemaMismatch",
     "SessionExpired",
+    "SomeNotSettled",
     "StorageError",
     "TableChanged",
     "TableError",
