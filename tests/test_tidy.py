@@ -49,7 +49,7 @@ WITHOUT_EXAMPLE = {"Reject", "RetryLater", "SyncBus", "errors"}
 
 ROWS = {
     *(f"T{n}" for n in range(1, 17)), *(f"X{n}" for n in range(1, 16)), *(f"Q{n}" for n in range(1, 19)),
-    *(f"F{n}" for n in range(1, 16)), *(f"B{n}" for n in range(1, 9)), *(f"S{n}" for n in range(1, 10)),
+    *(f"F{n}" for n in range(1, 16)), *(f"B{n}" for n in range(1, 22)), *(f"S{n}" for n in range(1, 10)),
     *(f"Y{n}" for n in range(1, 14)),
 }  # fmt: skip
 BUILT = {
