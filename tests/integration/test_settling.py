@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from pathlib import Path
@@ -234,33 +235,33 @@ async def test_priorities_hold_over_a_restart_with_some_fetched_and_some_new(
     tmp_path: Path, kind: str
 ) -> None:
     """B4: nothing overtakes the most urgent event while priorities are read from files."""
-    broker = BrokerProcess(tmp_path / "data") if kind == "broker" else None
-    if broker is not None:
-        await asyncio.to_thread(broker.start)
-    url = str(tmp_path / "data") if broker is None else broker.url()
-    async with penstock.connect(url) as bus:
-        await bus.publish_many("jobs.a", [b"x"] * 30, priorities=[n % 3 for n in range(30)])
-        async with bus.subscribe("jobs.*", group="g", max_inflight=10) as sub:
-            for event in await take(sub, 4):
+    with contextlib.ExitStack() as ends:
+        broker = None
+        url = str(tmp_path / "data")
+        if kind == "broker":
+            broker = ends.enter_context(BrokerProcess(tmp_path / "data").start())
+            url = broker.url()
+        async with penstock.connect(url) as bus:
+            await bus.publish_many("jobs.a", [b"x"] * 30, priorities=[n % 3 for n in range(30)])
+            async with bus.subscribe("jobs.*", group="g", max_inflight=10) as sub:
+                for event in await take(sub, 4):
+                    await event.ack()
+            await bus.publish_many("jobs.b", [b"x"] * 3, priorities=[9, 0, 9])
+        if broker is not None:
+            await asyncio.to_thread(broker.stop)
+            await asyncio.to_thread(broker.start)
+        async with (
+            penstock.connect(url) as bus,
+            bus.subscribe("jobs.*", group="g", max_inflight=1) as sub,
+        ):
+            found = []
+            for _ in range(29):
+                [event] = await take(sub, 1)
+                assert event.batch.priority is not None
+                found.append(int(event.batch.priority[event.index]))
                 await event.ack()
-        await bus.publish_many("jobs.b", [b"x"] * 3, priorities=[9, 0, 9])
-    if broker is not None:
-        await asyncio.to_thread(broker.stop)
-        await asyncio.to_thread(broker.start)
-    async with (
-        penstock.connect(url) as bus,
-        bus.subscribe("jobs.*", group="g", max_inflight=1) as sub,
-    ):
-        found = []
-        for _ in range(29):
-            [event] = await take(sub, 1)
-            assert event.batch.priority is not None
-            found.append(int(event.batch.priority[event.index]))
-            await event.ack()
-        assert found == sorted(found, reverse=True)
-        assert await lag(bus) == 0
-    if broker is not None:
-        await asyncio.to_thread(broker.stop)
+            assert found == sorted(found, reverse=True)
+            assert await lag(bus) == 0
 
 
 async def test_a_retry_of_no_priority_does_not_overtake_urgent_events(

@@ -59,7 +59,7 @@ def test_negative_offsets_mean_what_they_mean_in_kafka(folder: str) -> None:
     assert begins(folder, topics="a", start=start) == {"a": {"0": 4, "1": 0}}
     for refused in ("-3", '"4"', "true", "1.5", "null"):
         with pytest.raises(InvalidInput, match="offsets are JSON"):
-            begins(folder, topics="a", start='{"a": {"0": %s}}' % refused)
+            begins(folder, topics="a", start=f'{{"a": {{"0": {refused}}}}}')
 
 
 def test_each_partition_can_begin_at_a_time_of_its_own(folder: str) -> None:
