@@ -154,6 +154,8 @@ class Thread:
         context = contextvars.copy_context()
         self._calls.put((loop, answer, functools.partial(context.run, function, *arguments)))
         result, error = await answer
+        if isinstance(error, KeyboardInterrupt):  # of the function: signals reach the main thread
+            error = RuntimeError("the function raised KeyboardInterrupt")
         if error is not None:
             try:
                 raise error
@@ -187,7 +189,8 @@ class Worker:
     """One of the events that a handler works on at the same time."""
 
     __slots__ = (
-        "began_at", "due_at", "event", "renew_at", "returned", "seen", "task", "thread", "timed_out",
+        "began_at", "due_at", "event", "late", "renew_at", "returned", "seen", "task", "thread",
+        "timed_out",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -196,6 +199,8 @@ class Worker:
         self.began_at = 0.0
         self.returned = False
         """The function has returned; what is left is the reply."""
+        self.late = False
+        """It was cancelled because the bus closes."""
         self.seen: Event | None = None
         """The event for which `renew_at` and `due_at` hold: most are done before they matter."""
         self.renew_at = math.inf
@@ -266,6 +271,8 @@ class Handler:
             )
             self._workers.append(worker)
         self._started.set()
+        # Cancelled with all other tasks when the loop ends, which tells the workers what cancels them.
+        await asyncio.get_running_loop().create_future()
 
     def _end(self, error: Exception) -> None:
         """The subscription has ended: say so once, also to a bus that runs."""
@@ -305,6 +312,7 @@ class Handler:
                     "handler %s did not finish %s before the bus was closed; the event goes back to "
                     "its group", self.call.name, worker.event.id,
                 )  # fmt: skip
+            worker.late = True
             worker.task.cancel()
         if late:
             await asyncio.wait([worker.task for worker in late], timeout=CANCEL_S)
@@ -330,11 +338,18 @@ class Handler:
     async def _work(self, worker: Worker, events: Subscription) -> None:
         handling.set(self._bus)
         now, call = asyncio.get_running_loop().time, self.call
-        while not self._stopping:
+        while not self._over:
+            if worker.task.cancelling():
+                await self._calm(worker)
+                continue
             try:
                 event = events.at_hand()
                 if event is None:
                     event = await self._next(events)
+            except asyncio.CancelledError:
+                if self._over:
+                    raise
+                continue
             except Exception as error:
                 self._end(error)
                 return
@@ -362,6 +377,19 @@ class Handler:
                     raise
             finally:
                 worker.event, worker.returned = None, False
+
+    @property
+    def _over(self) -> bool:
+        """Whether no worker begins another event: the bus closes, or the loop ends."""
+        return self._stopping or self._serving is None or self._serving.cancelling() > 0
+
+    @staticmethod
+    async def _calm(worker: Worker) -> None:
+        """A function cancelled the task that it ran in: that was for its event, not for the next one."""
+        while worker.task.cancelling():
+            worker.task.uncancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0)  # what is still to be raised is raised here
 
     async def _next(self, events: Subscription) -> Event:
         if self._concurrency == 1:
@@ -408,9 +436,12 @@ class Handler:
         if isinstance(error, KeyboardInterrupt):
             self._settle(event, event.delivery.give_back)
             return False
-        if worker.task.cancelling() and not isinstance(error, Reject | RetryLater):
+        cancelled = isinstance(error, asyncio.CancelledError)
+        loop_ends = self._over and not self._stopping
+        closed = worker.late or loop_ends or (self._stopping and cancelled)
+        if closed and not isinstance(error, Reject | RetryLater):
             self._settle(event, event.delivery.give_back)
-            return not isinstance(error, asyncio.CancelledError)
+            return not cancelled
         try:
             settle, *how = _verdict(event, error)
         except Exception as defect:  # what the function raised has no text, or a wrong delay
@@ -475,8 +506,14 @@ class Handler:
 
     def _overdue(self, worker: Worker, event: Event) -> None:
         worker.due_at = math.inf
-        if self.call.asynchronous:
+        if worker.timed_out:
+            log.warning(
+                "handler %s ignores that it was cancelled after %g s (timeout_s) and still works on %s. "
+                "The event stays leased until it returns", self.call.name, self._timeout_s, event.id,
+            )  # fmt: skip
+        elif self.call.asynchronous:
             worker.timed_out = True
+            worker.due_at = asyncio.get_running_loop().time() + CANCEL_S
             worker.task.cancel()
         else:
             log.warning(

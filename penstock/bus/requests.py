@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from penstock.bus.publishing import MIN_TTL_S
 from penstock.core.entry import TopicSpec
 from penstock.engines import request as administer
 from penstock.engines.deadletters import Verdict
@@ -50,12 +51,15 @@ class Requests:
         answer: asyncio.Future[Event] = asyncio.get_running_loop().create_future()
         self._waiting[correlation] = answer
         labelled = {**(headers or {}), REPLY_TO: self._inbox, CORRELATION: correlation}
-        # Nothing waits for an answer after the deadline, so the question need not outlive it.
-        ttl_s = timeout_s if "ttl" in self._bus.capabilities else None
+        now = asyncio.get_running_loop().time
+        until_s = now() + timeout_s
         stored = False
         try:
-            async with asyncio.timeout(timeout_s) as deadline:
+            async with asyncio.timeout_at(until_s) as deadline:
                 await self._listening()
+                # Nothing waits for an answer after the deadline, so the question need not outlive it.
+                left_s = max(MIN_TTL_S, until_s - now())
+                ttl_s = left_s if "ttl" in self._bus.capabilities else None
                 await self._bus.publish(topic, value, key=key, headers=labelled, ttl_s=ttl_s)
                 stored = True
                 event = await self._answer(answer)

@@ -293,8 +293,9 @@ class QueueGroup:
                 )
 
     def _again_now(self, run: Run) -> None:
-        """Something may go out again, urgent things of its lane before it."""
-        urgent = self._gate is None and run.start < run.lane.urgent_to
+        """Something may go out again, more urgent things before it."""
+        others = self._urgent or self._unseen or self._priorities or self.starved
+        urgent = self._gate is None and bool(others or run.start < run.lane.urgent_to)
         (self._unseen if urgent else self._ready).append(run)
 
     def _expire(self, lease: Lease, now: float) -> None:
@@ -306,7 +307,7 @@ class QueueGroup:
 
     def _next_member(self) -> Member | None:
         if self.spec.order == "single":
-            first = next(iter(self.members.values()), None)
+            first = next((each for each in self.members.values() if not each.away), None)
             return first if first is not None and first.ready(self) else None
         for _ in range(len(self._turn)):
             member = self._turn[0]
@@ -330,7 +331,8 @@ class QueueGroup:
         if self._gate is not None:
             return None  # what is left waits for its key, or for its keys to be loaded
         run = self._next_urgent(limit)
-        return run if run is not None else self._pull(limit)
+        # While some are being read for their priorities, others could only overtake them.
+        return self._pull(limit) if run is None and self.starved is None else run
 
     def _next_urgent(self, limit: int) -> Run | None:
         while self.starved is None and len(self._priorities) < PRIORITY_WINDOW_EVENTS:
@@ -343,7 +345,7 @@ class QueueGroup:
                 break
             if not self._compare(run):
                 break
-        return self._priorities.pop(limit)
+        return self._priorities.pop(limit) if self.starved is None else None
 
     def _compare(self, run: Run) -> bool:
         lane = run.lane
@@ -351,7 +353,7 @@ class QueueGroup:
         if priorities is None:
             self.starved = run
             return False
-        again = run.start < lane.looked_to
+        again = run.made > 0 or run.start < lane.looked_to
         lane.looked_to = max(lane.looked_to, run.start + run.count)
         self._priorities.offer(lane, run.start, run.made, priorities, again=again)  # type: ignore[arg-type]
         return True

@@ -133,7 +133,7 @@ class Doomed(NamedTuple):
 class Member:
     """A consumer in a group, with the credit it gave."""
 
-    __slots__ = ("id", "inflight", "leases", "max_inflight", "paused", "window")
+    __slots__ = ("away", "id", "inflight", "leases", "max_inflight", "paused", "window")
 
     def __init__(self, member_id: str, max_inflight: int) -> None:
         self.id = member_id
@@ -141,6 +141,8 @@ class Member:
         self.inflight = 0
         self.paused = False
         """It takes nothing at the moment, whatever credit it gave."""
+        self.away = False
+        """What it held was given to others: of a group with one active member it is not the one."""
         self.leases: dict[int, Lease] = {}
         self.window: Window | None = None
         """What it shares with its tenant's other consumers, where the tenant has such a limit."""

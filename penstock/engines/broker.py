@@ -418,6 +418,7 @@ class BrokerEngine:
         if isinstance(request, AdmitReplay) and not self.channel.hello.tenant and welcome:
             # We named no tenant, so the broker has told us whose we are.
             request = AdmitReplay(welcome.tenant or request.tenant)
+        self._report()  # what was settled before is done before
         message = say.Ask(kind.__name__, msgspec.to_builtins(request, builtin_types=(bytes,)))
         answer = await self.channel.call(Kind.ASK, message, again=kind in READ_ONLY)
         return decode(answer.meta, ANSWERS[kind])

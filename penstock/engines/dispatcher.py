@@ -143,9 +143,16 @@ class Dispatcher:
             indices = range(each.shift, each.shift + each.count)
             has.setdefault(each.lease.fence, set()).update(indices)
         take_back(group, member, has, self._runtime.now(), reason)
-        if away and group.members.get(member.id) is member:
-            group.members[member.id] = group.members.pop(member.id)
+        member.away = member.away or away
         self.touched(group)
+
+    def back(self, inbox: Inbox) -> None:
+        """A member that was away takes events again, behind those that took over from it."""
+        group, member = inbox.group, inbox.member
+        if member.away and group.members.get(member.id) is member:
+            group.members[member.id] = group.members.pop(member.id)
+            member.away = False
+            self.touched(group)
 
     def _leave(self, inbox: Inbox) -> None:
         # By now group or member may be another of the same name, which stays.

@@ -250,13 +250,14 @@ class Groups:
     def _read_by(self, name: str) -> list[str]:
         """The topics that a group reads, by its patterns and by routes."""
         engine = self._engine
-        found = dict.fromkeys(self._selected(engine.state.groups[name].spec.patterns))
-        for topic in self._selected(engine.routes.leading_to(name)):
+        found = dict.fromkeys(self.selected(engine.state.groups[name].spec.patterns))
+        for topic in self.selected(engine.routes.leading_to(name)):
             if topic not in found and name in self._names_for(topic):
                 found[topic] = None
         return list(found)
 
-    def _selected(self, patterns: Iterable[str]) -> Iterator[str]:
+    def selected(self, patterns: Iterable[str]) -> Iterator[str]:
+        """The topics that any of these patterns select."""
         topics = self._engine.state.topics
         for pattern in patterns:
             yield from (topic for topic in self._topics.select(pattern) if topic in topics)
@@ -365,7 +366,7 @@ class Groups:
         changed: set[str] = set()
         if route is not None and route.enabled and route.group not in self._engine.state.groups:
             entries += self._create(route.group, GroupSpec(patterns=(), start="latest"))
-        for topic in self._selected([pattern]):
+        for topic in self.selected([pattern]):
             self._readers.pop(topic, None)
             for name in self._names_for(topic):
                 if opened := self._open_lanes(name, topic, "latest"):

@@ -253,7 +253,7 @@ class Housekeeper:
             return await job
         finally:
             job.cancel()
-            await asyncio.wait({job})  # it ends its process
+            await asyncio.wait({job})  # it has a process to stop
 
     def _apply(self, added: list[SegmentInfo], removed: list[int], sealed_to: int | None) -> None:
         self._engine.log.manifest.apply(

@@ -60,7 +60,7 @@ class StandingOrders:
             check_word("REMOVE", request.confirm)
         led = [
             topic
-            for topic in sorted(self._engine.state.topics)
+            for topic in sorted(self._engine.groups.selected([request.pattern]))
             if route in self._engine.routes.resolve(topic, self._engine.topics.tenant_for(topic))
         ]
         target = " -> ".join(ends)

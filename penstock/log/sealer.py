@@ -130,10 +130,16 @@ class SealerProcess:
 
     async def _ask(self, job: Job) -> Reply:
         if self._child is None:
-            self._child = await asyncio.create_subprocess_exec(
+            start = asyncio.create_subprocess_exec(
                 sys.executable, "-c", "from penstock.log.sealer import main; main()",
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=_environment(),
             )  # fmt: skip
+            starting = asyncio.ensure_future(start)
+            try:
+                self._child = await asyncio.shield(starting)
+            except asyncio.CancelledError:
+                self._child = await starting  # half started it could not be stopped
+                raise
             self._send(self._start)
         self._send(job)
         child = self._child

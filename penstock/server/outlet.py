@@ -151,6 +151,7 @@ class QueueOutlet:
             del self.held[number]
         if lost:
             self._session.dispatcher().take_back(self._inbox, self.held.values())
+        self._session.dispatcher().back(self._inbox)
         self._go_on()
 
     def pause(self) -> None:

@@ -126,6 +126,29 @@ async def test_a_single_consumer_that_died_makes_room_for_the_next(tmp_path: Pat
             await event.ack()
 
 
+async def test_a_single_consumer_that_comes_after_the_crash_is_served(tmp_path: Path) -> None:
+    """B3: the dead one goes on to be a member until its session ends, and holds up nobody."""
+    settings: dict[str, Any] = {"server__session_s": 600.0}
+    options: dict[str, Any] = {"group": "g", "order": "single", "retry": THREE}
+    with BrokerProcess(tmp_path / "data").start(**settings) as broker:
+        async with (
+            penstock.connect(broker.url()) as first,
+            penstock.connect(broker.url()) as second,
+            first.subscribe("jobs", **options) as dead,
+        ):
+            await second.publish_many("jobs", [b"0", b"1"])
+            assert await dead.get(timeout_s=DEADLINE_S) is not None
+            await asyncio.sleep(0.2)
+            channel: Any = first.engine.channel  # type: ignore[attr-defined]
+            channel._task.cancel()
+            channel._link.close()  # and no word of it
+            await asyncio.sleep(1.5)  # nobody else is there when it is given up
+            async with second.subscribe("jobs", **options) as sub:
+                events = [await sub.get(timeout_s=DEADLINE_S) for _ in range(2)]
+                found = sorted((each.payload, each.attempt) for each in events if each)
+                assert found == [(b"0", 2), (b"1", 1)]
+
+
 async def test_a_crash_costs_no_attempt_of_what_was_only_fetched(tmp_path: Path) -> None:
     """B21: with one attempt as with many, on a folder, where the worker's process is the bus's."""
     folder = str(tmp_path / "data")

@@ -238,3 +238,21 @@ async def test_a_bus_that_cannot_open_leaves_nothing_behind_and_may_try_again(tm
     await late.publish("orders", b"at last")
     await late.close()
     assert threading.active_count() == before
+
+
+def children() -> set[str]:
+    """The processes that this one has started."""
+    return set(Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split())
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 0.01, 0.05, 0.3])
+async def test_closing_ends_the_sealing_process_wherever_it_is(
+    tmp_path: Path, wait_s: float
+) -> None:
+    """When `close` returns, nothing works on the folder any more."""
+    before = children()
+    async with penstock.connect(tmp_path / "data") as bus:
+        await bus.publish_many("orders", [b"x" * 1_000] * 1_000)
+    async with penstock.connect(tmp_path / "data"):
+        await asyncio.sleep(wait_s)
+    assert children() <= before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 import uuid
@@ -140,6 +141,28 @@ async def test_a_handler_that_finishes_in_spite_of_its_timeout_has_done_its_even
     await owes(bus, group, 0)
     assert seen == [b"slow", b"next"]
     assert await bus.dead_letters.list(consumer=group) == []
+
+
+async def test_a_handler_that_ignores_its_timeout_is_told_of_and_keeps_its_event(
+    bus: penstock.Bus, topic: str, group: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """B10: its outcome counts, and the log says which event it holds meanwhile."""
+    seen: list[int] = []
+
+    @bus.handler(topic, group=group, retry=TWICE, lease_s=LEASE_S, timeout_s=0.1)
+    async def deaf(event: penstock.Event) -> None:
+        seen.append(event.attempt)
+        end = time.monotonic() + 2.0
+        while time.monotonic() < end:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.1)
+
+    await bus.publish(topic, b"x")
+    await owes(bus, group, 0)
+    assert seen == [1]
+    told = [r.getMessage() for r in caplog.records if "ignores that it was" in r.getMessage()]
+    assert len(told) == 1
+    assert f"{topic}/0/0" in told[0]
 
 
 async def test_many_slow_and_quick_events_time_out_each_on_their_own(

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import subprocess
+import sys
+import textwrap
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -102,6 +106,127 @@ async def test_what_a_handler_raises_fails_its_event_alone(
     assert letter.offset == 0
     await owes(bus, group, 0)
     assert handled == [b"good"]
+
+
+async def cancel_itself() -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    await asyncio.sleep(0)
+
+
+async def fail_in_a_task_group() -> None:
+    async def fail_soon() -> None:
+        await asyncio.sleep(0)
+        raise ValueError("one of several")
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(fail_soon())
+        group.create_task(asyncio.sleep(3_600))
+
+
+async def swallow_a_cancellation_and_fail() -> None:
+    with contextlib.suppress(asyncio.CancelledError):
+        await cancel_itself()
+    raise ValueError("later")
+
+
+async def time_out() -> None:
+    async with asyncio.timeout(0.01):
+        await asyncio.sleep(3_600)
+
+
+@pytest.mark.parametrize(
+    "cancel", [cancel_itself, fail_in_a_task_group, swallow_a_cancellation_and_fail, time_out]
+)
+async def test_a_function_that_has_its_own_task_cancelled_fails_its_event_alone(
+    bus: penstock.Bus, topic: str, group: str, cancel: Callable[[], Awaitable[None]]
+) -> None:
+    """B6: each time is an attempt, and the same task goes on with the next event."""
+    handled: list[tuple[bytes, int]] = []
+
+    @bus.handler(topic, group=group, retry=TWICE)
+    async def handle(payload: bytes, event: penstock.Event) -> None:
+        handled.append((payload, event.attempt))
+        if payload == b"bad":
+            await cancel()
+
+    await bus.publish_many(topic, [b"bad", b"good"])
+    [letter] = await dead_letters(bus, group, 1)
+    assert (letter.offset, letter.attempts) == (0, 2)
+    await owes(bus, group, 0)
+    assert sorted(handled) == [(b"bad", 1), (b"bad", 2), (b"good", 1)]
+
+
+async def test_a_cancellation_that_outlives_its_function_reaches_no_other_event(
+    bus: penstock.Bus, topic: str, group: str
+) -> None:
+    """B6: it is raised in the next await, or while the handler waits for events."""
+    handled: list[tuple[bytes, int]] = []
+
+    @bus.handler(topic, group=group, retry=ONCE)
+    async def handle(payload: bytes, event: penstock.Event) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        if payload == b"now":
+            task.cancel()
+        elif payload == b"soon":
+            asyncio.get_running_loop().call_later(0.05, task.cancel)
+        else:
+            await asyncio.sleep(0)
+        handled.append((payload, event.attempt))
+
+    await bus.publish_many(topic, [b"now", b"good", b"soon"])
+    await owes(bus, group, 0)
+    await asyncio.sleep(0.2)
+    await bus.publish(topic, b"last")
+    await owes(bus, group, 0)
+    assert handled == [(b"now", 1), (b"good", 1), (b"soon", 1), (b"last", 1)]
+    assert await bus.dead_letters.list(consumer=group) == []
+
+
+async def test_a_plain_function_cannot_interrupt_the_program(
+    bus: penstock.Bus, topic: str, group: str
+) -> None:
+    """B6: Ctrl-C is raised in the main thread, so this is the function's own."""
+
+    @bus.handler(topic, group=group, retry=TWICE)
+    def handle(payload: bytes) -> None:
+        raise KeyboardInterrupt
+
+    await bus.publish(topic, b"x")
+    [letter] = await dead_letters(bus, group, 1)
+    assert letter.attempts == 2
+    assert "KeyboardInterrupt" in letter.reason
+
+
+def test_a_loop_that_ends_ends_its_handlers(tmp_path: Path) -> None:
+    """A program that forgets to close its bus ends, whatever its handlers make of their cancellation."""
+    code = """
+        import asyncio, penstock
+
+        async def main():
+            bus = await penstock.connect("mem:").open()
+
+            @bus.handler("busy", group="busy")
+            async def busy(payload: bytes):
+                try:
+                    await asyncio.sleep(3_600)
+                finally:
+                    raise OSError("cleaning up failed")
+
+            @bus.handler("idle", group="idle", concurrency=3)
+            async def idle(payload: bytes):
+                pass
+
+            await bus.publish("busy", b"x")
+            await asyncio.sleep(0.3)
+
+        asyncio.run(main())
+    """
+    words = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=LATE_S, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 async def test_a_result_that_no_codec_takes_fails_its_event_and_the_requester_learns_why(
@@ -422,3 +547,18 @@ async def test_a_handler_may_settle_its_event_itself(
     await owes(bus, group, 0)
     assert done == [0, 1]
     assert await bus.dead_letters.list(consumer=group) == []
+
+
+async def test_a_request_expires_at_its_deadline(bus: penstock.Bus, topic: str, group: str) -> None:
+    """B11: however long its inbox took; a handler that comes later does no work for nothing."""
+    calls: list[Any] = []
+    with pytest.raises(penstock.RequestTimedOut):
+        await bus.request(topic, "question", timeout_s=0.5)
+
+    @bus.handler(topic, group=group)
+    async def handle(question: str) -> str:
+        calls.append(question)
+        return "answer"
+
+    await dead_letters(bus, group, 1)
+    assert calls == []

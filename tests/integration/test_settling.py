@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from pathlib import Path
@@ -97,6 +98,24 @@ async def test_a_reset_refuses_nothing_that_nobody_settled(anywhere: penstock.Bu
         ]
         await sub.ack(again)
         assert await lag(bus) == 0
+
+
+async def test_what_was_settled_before_an_operators_call_counts_before_it(
+    anywhere: penstock.Bus,
+) -> None:
+    """B18: the call overtakes no settlement of its own client."""
+    bus = anywhere
+    await bus.publish_many("jobs", [b"0", b"1", b"2"])
+    async with bus.subscribe("jobs", group="g") as sub:
+        events = await take(sub, 3)
+        await sub.ack(events)
+        assert (await bus.groups.info("g")).lag == 0
+        await bus.groups.reset("g", "earliest", confirm="RESET")
+        await bus.flush()
+        again = await take(sub, 3)
+        assert [(event.payload, event.attempt) for event in again] == [
+            (b"0", 1), (b"1", 1), (b"2", 1),
+        ]  # fmt: skip
 
 
 async def test_what_is_given_back_costs_no_attempt(anywhere: penstock.Bus) -> None:
@@ -209,3 +228,58 @@ async def test_what_is_left_of_a_lease_is_what_it_was_before_the_restart(tmp_pat
                 assert again.attempt == 2
                 assert time.monotonic() - began >= 8.0
                 await again.ack()
+
+
+@pytest.mark.parametrize("kind", ["folder", "broker"])
+async def test_priorities_hold_over_a_restart_with_some_fetched_and_some_new(
+    tmp_path: Path, kind: str
+) -> None:
+    """B4: nothing overtakes the most urgent event while priorities are read from files."""
+    with contextlib.ExitStack() as ends:
+        broker = None
+        url = str(tmp_path / "data")
+        if kind == "broker":
+            broker = ends.enter_context(BrokerProcess(tmp_path / "data").start())
+            url = broker.url()
+        async with penstock.connect(url) as bus:
+            await bus.publish_many("jobs.a", [b"x"] * 30, priorities=[n % 3 for n in range(30)])
+            async with bus.subscribe("jobs.*", group="g", max_inflight=10) as sub:
+                for event in await take(sub, 4):
+                    await event.ack()
+            await bus.publish_many("jobs.b", [b"x"] * 3, priorities=[9, 0, 9])
+        if broker is not None:
+            await asyncio.to_thread(broker.stop)
+            await asyncio.to_thread(broker.start)
+        async with (
+            penstock.connect(url) as bus,
+            bus.subscribe("jobs.*", group="g", max_inflight=1) as sub,
+        ):
+            found = []
+            for _ in range(29):
+                [event] = await take(sub, 1)
+                assert event.batch.priority is not None
+                found.append(int(event.batch.priority[event.index]))
+                await event.ack()
+            assert found == sorted(found, reverse=True)
+            assert await lag(bus) == 0
+
+
+async def test_a_retry_of_no_priority_does_not_overtake_urgent_events(
+    anywhere: penstock.Bus,
+) -> None:
+    """B4: not even when its topic has no priorities."""
+    bus = anywhere
+    await bus.publish("plain", b"again")
+    async with bus.subscribe("#", group="g", max_inflight=1) as sub:
+        [event] = await take(sub, 1)
+        await bus.publish_many("jobs", [b"urgent"] * 3, priorities=[9, 9, 9])
+        await event.nack("0.1s")
+        [first] = await take(sub, 1)
+        await asyncio.sleep(0.3)
+        await first.ack()
+        order = []
+        for _ in range(3):
+            [event] = await take(sub, 1)
+            order.append(event.payload)
+            await event.ack()
+    assert [first.payload, *order] == [b"urgent", b"urgent", b"urgent", b"again"]
