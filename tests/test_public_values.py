@@ -119,7 +119,7 @@ A reason is cut to its length, not refused: it often is the text of an error.
 """
 NO_VALUES = {"bus.open", "bus.close", "bus.run", "bus.ready", "bus.flush", "bus.wall_us", "bus.need",
              "bus.draft", "bus.draft_many", "sub.open", "sub.close", "sub.batches", "sub.commit",
-             "sub.cursor", "sub.at_hand", "event.ack"}  # fmt: skip
+             "sub.cursor", "sub.at_hand", "event.ack", "bus.topics.seal"}  # fmt: skip
 """Calls that take nothing that could be wrong; `draft` is what `publish` takes, `need` asks a name."""
 
 

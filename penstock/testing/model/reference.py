@@ -423,23 +423,26 @@ class Model:
                     f"{least} to {most}" if most > least else least, info.lag,
                 )  # fmt: skip
 
+    def reset_answers(self, name: str, to: str | int, topic: str | None) -> set[str | None]:
+        """What sending a group to a place may raise."""
+        group = self.groups.get(name) or self.logs.get(name)
+        if group is None:
+            return {"UnknownGroup"}
+        pattern = group.pattern if isinstance(group, LogGroup) else group.options.pattern
+        if topic is not None and (topic not in self.topics or not selects(pattern, topic)):
+            return {None, "UnknownTopic", "InvalidInput"}
+        lanes = self.lanes(pattern, topic)
+        return self.place_answers(lanes, to) | (set() if lanes else {"InvalidInput"})
+
     def group_reset(self, name: str, to: str | int, topic: str | None, error: str | None, t0: float,
                     t1: float) -> None:  # fmt: skip
         """A group was sent to a place."""
-        group = self.groups.get(name) or self.logs.get(name)
-        if group is None:
-            return expect("groups.reset", {"UnknownGroup"}, error)
-        pattern = group.pattern if isinstance(group, LogGroup) else group.options.pattern
-        if topic is not None and (topic not in self.topics or not selects(pattern, topic)):
-            return expect("groups.reset", {None, "UnknownTopic", "InvalidInput"}, error)
-        lanes = self.lanes(pattern, topic)
-        expect(
-            "groups.reset",
-            self.place_answers(lanes, to) | (set() if lanes else {"InvalidInput"}),
-            error,
-        )
+        expect("groups.reset", self.reset_answers(name, to, topic), error)
         if error is not None:
             return None
+        group = self.groups.get(name) or self.logs[name]
+        pattern = group.pattern if isinstance(group, LogGroup) else group.options.pattern
+        lanes = self.lanes(pattern, topic)
         cursors = {lane: self._start(lane, to) for lane in lanes}
         if isinstance(group, LogGroup):
             return group.reset(cursors)

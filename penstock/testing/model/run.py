@@ -63,6 +63,7 @@ class Driver:
         self.hands: list[tuple[str, Hand]] = []
         self.clients: dict[str, str] = {}
         """By which client the event of a variable was received."""
+        self.error: str | None = None
         self._numbers = 0
         self._open: set[str] = set()
         self.doubts = False
@@ -86,7 +87,7 @@ class Driver:
             inner = source.replace("\n", "\n    ")
             self.lines[-1] = f"with contextlib.suppress(penstock.{error}):\n    {inner}"
             self.names["error"] = caught
-        self.ended = self.harness.now()
+        self.ended, self.error = self.harness.now(), error
         return error
 
     def _new(self, kind: str) -> str:
@@ -211,7 +212,9 @@ class Driver:
             sent.delayed, options["delay_s"] = True, repr(event["delay_s"])
         if "deliver_in_s" in event:
             sent.delayed = True
-            options["deliver_at"] = f"bus.wall_us() / 1e6 + {event['deliver_in_s']}"
+            options["deliver_at"] = (
+                f"datetime.fromtimestamp(bus.wall_us() / 1e6 + {event['deliver_in_s']}, UTC)"
+            )
         if sent.delayed and "M2" in self.model.excused:
             sent.name = sent.token = None
             options.pop("idempotency_key", None)
@@ -344,7 +347,7 @@ class Driver:
         if there is not None and member in there.members:
             return  # dropped: its name is still taken
         variable = self._new("m")
-        text = {"group": repr(group), "member": repr(member), "start": repr(options.start)}
+        text = {"group": repr(group), "member": repr(member), "start": _place(options.start)}
         if options.mode == "log":
             text["mode"] = "'log'"
         else:
@@ -662,11 +665,26 @@ class Driver:
             error = await self.call(f"await bus.topics.grow({topic!r}, {partitions})")
             self.model.topic_grown(topic, partitions, error)
 
-    async def do_delete_topic(self, topic: str) -> None:
+    async def _confirmed(self, call: str, word: str, how: str, *, there: bool) -> bool:
+        """Make a call that wants to be confirmed; whether it was meant to change anything."""
+        option = {"yes": f", confirm={word!r}", "no": ", confirm='no'", "dry": ", dry_run=True"}[how]
+        error = await self.call(f"{call}{option})")
+        if how == "yes":
+            return True
+        if there:
+            wanted: set[str | None] = {"ConfirmationNeeded"} if how == "no" else {None}
+            expect("cli.md: what destroys asks for its word first, and a dry run changes nothing",
+                   wanted, error)  # fmt: skip
+        elif error is None:
+            raise Contradiction("errors.md: what is not there is told", "an error", "it succeeded")
+        return False
+
+    async def do_delete_topic(self, topic: str, how: str) -> None:
         """A topic is deleted."""
-        if not self._busy(topic):
-            error = await self.call(f"await bus.topics.delete({topic!r})")
-            self.model.topic_deleted(topic, error)
+        there = topic in self.model.topics
+        call = f"await bus.topics.delete({topic!r}"
+        if not self._busy(topic) and await self._confirmed(call, "DELETE", how, there=there):
+            self.model.topic_deleted(topic, self.error)
 
     async def do_configure(self, topic: str, retention_age_s: float) -> None:
         """The retention of a topic is set, and told again."""
@@ -685,16 +703,22 @@ class Driver:
                 raise Contradiction("conformance.md: a topic's settings can be changed and stay with it",
                                     retention_age_s, info.retention_age_s)  # fmt: skip
 
-    async def do_reset(self, group: str, to: str | int, topic: str | None) -> None:
+    async def do_reset(self, group: str, to: str | int, topic: str | None, how: str) -> None:
         """A group is sent to a place."""
-        option = f", topic={topic!r}" if topic else ""
-        error = await self.call(f"await bus.groups.reset({group!r}, {to!r}{option})")
-        self.model.group_reset(group, to, topic, error, self.began, self.ended)
+        call = f"await bus.groups.reset({group!r}, {_place(to)}" + (
+            f", topic={topic!r}" if topic else ""
+        )
+        there = self.model.reset_answers(group, to, topic) == {None}
+        if await self._confirmed(call, "RESET", how, there=there):
+            self.model.group_reset(group, to, topic, self.error, self.began, self.ended)
 
-    async def do_delete_group(self, group: str) -> None:
+    async def do_delete_group(self, group: str, how: str) -> None:
         """A group is deleted, and what is left of its members is closed."""
-        error = await self.call(f"await bus.groups.delete({group!r})")
-        self.model.group_deleted(group, error)
+        there = group in self.model.groups or group in self.model.logs
+        call = f"await bus.groups.delete({group!r}"
+        if not await self._confirmed(call, "DELETE", how, there=there):
+            return
+        self.model.group_deleted(group, self.error)
         for seat in [seat for seat in self.seats if seat.group == group]:
             await self.call(f"await {seat.variable}.close()")
             self.seats.remove(seat)
@@ -784,7 +808,10 @@ class Driver:
             expect("routing.md: put", {None}, error)
             routes[place] = penstock.Route(pattern, destination, priority=priority)
         else:
-            error = await self.call(f"await bus.routes.{how}({pattern!r}, {destination!r})")
+            confirmed = ", confirm='REMOVE'" if how == "remove" else ""
+            error = await self.call(
+                f"await bus.routes.{how}({pattern!r}, {destination!r}{confirmed})"
+            )
             expect(f"routing.md: {how}", {None} if place in routes else {"UnknownRoute"}, error)
             before = routes.pop(place, None)
             if before is not None and how != "remove":
@@ -807,7 +834,7 @@ class Driver:
 
     async def do_unschedule(self, id: str) -> None:
         """A recurring event is removed."""
-        error = await self.call(f"await bus.schedules.remove({id!r})")
+        error = await self.call(f"await bus.schedules.remove({id!r}, confirm='REMOVE')")
         there = self.model.recurring.pop(id, None)
         expect("scheduling.md: remove", {None} if there else {"UnknownSchedule"}, error)
 
@@ -878,6 +905,10 @@ class Driver:
                 await self.do_wait(round(min(max(later, 0.0) + 0.1, 60.0), 3))
                 self.model.pass_time(self.harness.now())
             await self._look()
+
+
+def _place(place: str | int) -> str:
+    return repr(place if isinstance(place, str) else f"offset:{place}")
 
 
 def _options(options: dict[str, str]) -> str:

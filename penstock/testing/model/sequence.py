@@ -94,6 +94,10 @@ class Draw:
             start=rng.choice(("earliest", "earliest", "earliest", "latest", 2)),
         )
 
+    def _how(self) -> str:
+        """How an operator confirms: with the word, with another one, or by trying it dry."""
+        return self.rng.choice(("yes",) * 6 + ("no", "dry"))
+
     def _pick(self) -> int:
         return self.rng.randrange(64)
 
@@ -243,7 +247,7 @@ class Draw:
 
     def delete_topic(self) -> dict[str, Any]:
         """A topic is deleted."""
-        return {"topic": self.rng.choice(self.topics)}
+        return {"topic": self.rng.choice(self.topics), "how": self._how()}
 
     def configure(self) -> dict[str, Any]:
         """The retention of a topic is set, to more than a sequence takes."""
@@ -259,11 +263,12 @@ class Draw:
             "group": rng.choice(list(self.groups)[: rng.choice((2, 2, 3))]),
             "to": rng.choice(("earliest", "latest", 1, 3)),
             "topic": rng.choice((None, None, self.topics[0])),
+            "how": self._how(),
         }
 
     def delete_group(self) -> dict[str, Any]:
         """A group is forgotten."""
-        return {"group": self.rng.choice(list(self.groups))}
+        return {"group": self.rng.choice(list(self.groups)), "how": self._how()}
 
     def replay_letter(self) -> dict[str, Any]:
         """A dead letter goes back."""
