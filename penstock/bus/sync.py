@@ -24,10 +24,11 @@ from penstock.bus.desk import Audit, DeadLetters, Groups, Routes, Schedules, Top
 from penstock.bus.handler import handling
 from penstock.bus.subscription import Subscription
 from penstock.bus.transaction import Transaction
+from penstock.engines.credential import Token
 from penstock.model.batch import EventBatch
 from penstock.model.errors import BusClosed, InvalidInput
 from penstock.model.event import Event, Identity, Receipt
-from penstock.model.parameter import Seconds
+from penstock.model.parameter import Seconds, seconds
 from penstock.model.settings import Settings
 
 T = TypeVar("T")
@@ -276,11 +277,18 @@ class SyncEvent(Event, gc=False, eq=False, repr_omit_defaults=True):
         return f"SyncEvent(id={str(self.id)!r}, attempt={self.attempt}, payload={self.payload!r})"
 
 
-def _plain(event: Event) -> Event:
-    """The event as the asynchronous side knows it."""
-    return Event(
-        event.batch, event.index, event.key, event.payload, event.headers, event.attempt, event.delivery
-    )  # fmt: skip
+def _plain(events: Any) -> Any:
+    """Events as the asynchronous side knows them; anything else is left for it to refuse."""
+    if isinstance(events, str | bytes) or not isinstance(events, Iterable):
+        return events
+    return [
+        Event(
+            each.batch, each.index, each.key, each.payload, each.headers, each.attempt, each.delivery
+        )
+        if isinstance(each, Event)
+        else each
+        for each in events
+    ]  # fmt: skip
 
 
 class SyncSubscription(Blocking[Subscription]):
@@ -293,18 +301,18 @@ class SyncSubscription(Blocking[Subscription]):
 
     def ack(self, events: Iterable[Event]) -> None:
         """Ack many events."""
-        self._thread.wait(self._target.ack([_plain(event) for event in events]))
+        self._thread.wait(self._target.ack(_plain(events)))
 
-    def nack(self, events: Iterable[Event], delay_s: float | None = None) -> None:
+    def nack(self, events: Iterable[Event], delay_s: Seconds | None = None) -> None:
         """Nack many events."""
-        self._thread.wait(self._target.nack([_plain(event) for event in events], delay_s))
+        self._thread.wait(self._target.nack(_plain(events), delay_s))
 
     @property
     def mode(self) -> str:
         """How events are read: "queue" or "log"."""
         return self._target.mode
 
-    def get(self, timeout_s: float | None = None) -> SyncEvent | None:
+    def get(self, timeout_s: Seconds | None = None) -> SyncEvent | None:
         """The next event, or None when none came in time."""
         event = self._thread.wait(self._target.get(timeout_s))
         return None if event is None else self._blocking(event)
@@ -357,7 +365,8 @@ class SyncTransaction(Blocking[Transaction]):
 
     def commit(self, subscription: SyncSubscription) -> None:
         """Commit a log subscription's cursor when the transaction commits."""
-        self._thread.call(lambda: self._target.commit(subscription._target))
+        log: Any = getattr(subscription, "_target", subscription)  # what is none is refused there
+        self._thread.call(lambda: self._target.commit(log))
 
     def __enter__(self) -> Self:
         self._thread.wait(self._target.__aenter__())
@@ -491,7 +500,8 @@ class SyncBus(Blocking[Bus]):
         finally:
             if ours:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            self._thread.stop()
+            if self._target.closed:  # a wrong argument leaves it as it was
+                self._thread.stop()
 
     def close(self, *, drain_s: Seconds | None = None) -> None:
         """Let the handlers finish, flush, disconnect and end the loop's thread.
@@ -503,6 +513,8 @@ class SyncBus(Blocking[Bus]):
         if handling.get() is self._target:
             self._thread.wait(self._target.close(drain_s=drain_s))
             return
+        if drain_s is not None:
+            drain_s = seconds("drain_s", drain_s)
         try:
             self._thread.wait(self._target.close(drain_s=drain_s))
         finally:
@@ -529,6 +541,7 @@ def connect_sync(
     *,
     settings: Settings | None = None,
     identity: Identity | None = None,
+    token: Token | None = None,
     **flags: Any,
 ) -> SyncBus:
     """The same as `connect`, blocking: every method waits for its result.
@@ -537,5 +550,5 @@ def connect_sync(
     ...     bus.publish("orders.created", {"id": 7}).offset
     0
     """
-    bus = connect(url, settings=settings, identity=identity, **flags)
+    bus = connect(url, settings=settings, identity=identity, token=token, **flags)
     return SyncBus(bus, LoopThread())

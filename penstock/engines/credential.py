@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from penstock.model.errors import InvalidSettings
+from penstock.model.parameter import text
 from penstock.model.server_settings import Client
 
 Token = str | Callable[[], str | Awaitable[str]]
@@ -30,6 +31,8 @@ class Credential:
             raise InvalidSettings(
                 "give client.token or client.token_file, not both", key="client.token_file"
             )
+        if token is not None and not callable(token):
+            token = text("token", token)
         self._file = "" if token is not None else client.token_file
         self._token: Token = client.token if token is None else token
 
@@ -51,7 +54,7 @@ class Credential:
             if not callable(self._token):
                 return self._token
             found = self._token()
-            return await found if inspect.isawaitable(found) else found
+            return text("token", await found if inspect.isawaitable(found) else found)
         except Exception as error:
             where = f"client.token_file {self._file!r}" if self._file else "connect(token=...)"
             raise InvalidSettings(

@@ -219,8 +219,6 @@ class Group:
         self.deleted: set[Place] = set()
         """What was in topics that are gone."""
         self.restarted = False
-        self.disturbed_at = 0.0
-        """When it was made, a member left, or it came back from a restart."""
         self.members: dict[str, Member] = {}
         self.owed: dict[Place, Owed] = {}
         self.letters: dict[str, Letter] = {}
@@ -300,7 +298,6 @@ class Group:
     def leave(self, name: str, t0: float, t1: float) -> None:
         """A member closes, or is found dead: what it held goes to the next one, as an attempt."""
         member = self.members.pop(name)
-        self.disturbed_at = t1
         if self.active == name:
             self.active = None
         for hand in member.hands:
@@ -429,8 +426,6 @@ class Group:
             alone = self.options.order == "single" or self.company_at < held.ready.first
             if not (waits and alone and other.fresh and owed.fresh) or held.expiring(t1):
                 continue
-            if "B4" in self.excused and self._older(held, event, moment=t1):
-                continue
             if self.options.order == "any" and held.priority > event.priority:
                 raise Contradiction(
                     "capabilities.md: waiting events of higher priority are delivered first",
@@ -444,17 +439,6 @@ class Group:
                     "delivery.md: offsets of a partition are handed out in order",
                     held.place, event.place,
                 )  # fmt: skip
-
-    def _older(self, *events: Sent, moment: float) -> bool:
-        """Whether finding B4 may have lost a priority: see `known.py`."""
-        waiting = [owed.event for owed in self.owed.values() if owed.state == "waiting"]
-        aged = any(event.ready.first < moment - 10.0 for event in waiting)
-        return (
-            aged
-            or self.restarted
-            or moment > 20.0
-            or min(event.ready.first for event in events) <= self.disturbed_at
-        )
 
     def must_hand(self, name: str, moment: float, patience_s: float = 0.0) -> Owed | None:
         """An event that this member must receive if it asks now; None when nothing is certain."""
@@ -737,14 +721,6 @@ class Group:
         """Durations are stored: a wait that was under way may begin again, but is not cut short."""
         self.restarted = True
         for owed in self.owed.values():
-            letter = self.letters.get(f"{owed.event.token}@{self.name}")
-            if (
-                "M4" in self.excused
-                and letter is not None
-                and letter.by_hand
-                and owed.state == "dead"
-            ):
-                owed.state, owed.due, letter.certain = "unsure", Window(t0, FOREVER), False
             if "M6" in self.excused and owed.state == "waiting" and not owed.fresh:
                 owed.due = Window(owed.due.first, max(owed.due.last, t1 + self._longest_wait()))
             if owed.state == "waiting" and owed.due.last > t0:

@@ -342,7 +342,7 @@ class Model:
         if group is None:
             group = self.groups[name] = Group(name, options, self.slack_s, self.excused)
             group.wire = self.wire
-            group.disturbed_at, group.letters = t1, self.left.pop(name, {})
+            group.letters = self.left.pop(name, {})
             for event in self.events(options.pattern):
                 if event.offset >= self._start(event.place[:2], options.start):
                     group.offer(event)
