@@ -484,22 +484,22 @@ def test_a_url_that_is_none(value: Any) -> None:
         penstock.connect(value)
 
 
-CONNECT = {
-    "url": WRONG["str | Path"],
-    "settings": WRONG["Settings"],
-    "identity": WRONG["Identity"],
-    "token": [5, 2.5, True, b"x", ["x"], {}, LONE, "x" * 2_000_000, Opaque(), 1j],
-}
+CONNECTING = {
+    "settings": ("mem:", WRONG["Settings"]),
+    "identity": ("mem:", WRONG["Identity"]),
+    "token": ("penstock://127.0.0.1:1", [5, True, b"x", ["x"], {}, "", "x" * 100_000, LONE, 1j, Opaque()]),
+}  # fmt: skip
+"""Wrong values for what `connect` takes beside a URL and settings, and a URL that takes it."""
 
 
 @pytest.mark.parametrize("connect", [penstock.connect, penstock.connect_sync])
 def test_options_of_connect(connect: Callable[..., Any]) -> None:
-    parameters = inspect.signature(connect).parameters
-    assert set(parameters) == {*CONNECT, "flags"}
-    for name, values in CONNECT.items():
+    taken = set(inspect.signature(connect).parameters)
+    assert taken == {"url", "flags", *CONNECTING}, "a parameter is new: say what is wrong for it"
+    for name, (url, values) in CONNECTING.items():
         for value in values:
-            with pytest.raises(InvalidInput):
-                connect(**{"url": "penstock://127.0.0.1:1", name: value})
+            with pytest.raises(InvalidInput, match=f"{name}|tenant|subject"):
+                connect(url, **{name: value})
 
 
 @pytest.mark.parametrize("name", ["ladder_ms", "max_attempts"])

@@ -13,7 +13,7 @@ import inspect
 import signal
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
@@ -279,7 +279,7 @@ class SyncEvent(Event, gc=False, eq=False, repr_omit_defaults=True):
 
 def _plain(events: Any) -> Any:
     """Events as the asynchronous side knows them; anything else is left for it to refuse."""
-    if isinstance(events, str | bytes) or not isinstance(events, Iterable):
+    if isinstance(events, str | bytes | Mapping) or not isinstance(events, Iterable):
         return events
     return [
         Event(
@@ -479,6 +479,11 @@ class SyncBus(Blocking[Bus]):
     def capabilities(self) -> frozenset[str]:
         """What the engine behind this bus can do."""
         return self._target.capabilities
+
+    @property
+    def closed(self) -> bool:
+        """Whether this bus was closed, or is being closed."""
+        return self._target.closed
 
     def open(self) -> Self:
         """Connect; handlers registered before begin to serve."""

@@ -364,7 +364,7 @@ class QueueGroup:
         if priorities is None:
             self.starved = run
             return False
-        again = run.start < lane.looked_to
+        again = run.made > 0 or run.start < lane.looked_to
         lane.looked_to = max(lane.looked_to, run.start + run.count)
         self._priorities.offer(lane, run.start, run.made, priorities, again=again)  # type: ignore[arg-type]
         return True

@@ -12,8 +12,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from penstock.model.errors import InvalidSettings
-from penstock.model.parameter import text
+from penstock.model.parameter import refused, text
 from penstock.model.server_settings import Client
+
+MAX_TOKEN_CHARACTERS = 8_192  # what a broker reads of one
 
 Token = str | Callable[[], str | Awaitable[str]]
 """A token, or what gives the newest one; `connect(token=...)` takes either."""
@@ -32,7 +34,9 @@ class Credential:
                 "give client.token or client.token_file, not both", key="client.token_file"
             )
         if token is not None and not callable(token):
-            token = text("token", token)
+            if not isinstance(token, str):
+                raise refused("token", "text, or a function that gives it", token)
+            token = text("token", token, least=1, most=MAX_TOKEN_CHARACTERS)
         self._file = "" if token is not None else client.token_file
         self._token: Token = client.token if token is None else token
 
@@ -54,7 +58,8 @@ class Credential:
             if not callable(self._token):
                 return self._token
             found = self._token()
-            return text("token", await found if inspect.isawaitable(found) else found)
+            given = await found if inspect.isawaitable(found) else found
+            return text("token", given, least=1, most=MAX_TOKEN_CHARACTERS)
         except Exception as error:
             where = f"client.token_file {self._file!r}" if self._file else "connect(token=...)"
             raise InvalidSettings(

@@ -432,6 +432,8 @@ class Group:
                     f"{held.place} of priority {held.priority}",
                     f"{event.place} of priority {event.priority}",
                 )
+            if other.revived or owed.revived:
+                continue  # it comes again like a retry, in no order
             if earlier and (self.options.order == "single" or held.priority == event.priority):
                 if self.options.order == "single" and held.priority != event.priority:
                     continue
