@@ -293,12 +293,9 @@ class Groups:
         self._readers.pop(topic, None)
         places = list(self._engine.topics.places(topic))
         for group in self.logs.values():
-            cursors = group.state.cursors
-            read = [place for place in places if place in cursors]
-            for place in read:
-                del cursors[place]
+            read = [place for place in places if place in group.state.cursors]
             if read:
-                group.lanes_changed()
+                group.topic_gone(read)
 
     def _open_lanes(self, name: str, topic: str, start: str) -> list[Entry]:
         engine = self._engine
