@@ -63,6 +63,8 @@ class Driver:
         self.hands: list[tuple[str, Hand]] = []
         self.clients: dict[str, str] = {}
         """By which client the event of a variable was received."""
+        self.seat_of: dict[str, str] = {}
+        """And by which subscription."""
         self.error: str | None = None
         self._numbers = 0
         self._open: set[str] = set()
@@ -244,7 +246,12 @@ class Driver:
         return publish
 
     async def do_publish_many(
-        self, topic: str, events: list[dict[str, Any]], ttl_s: float | None
+        self,
+        topic: str,
+        events: list[dict[str, Any]],
+        ttl_s: float | None,
+        delay_s: float | None,
+        partition: int | None,
     ) -> None:
         """Several events in one call."""
         made = [self._sent(topic, event) for event in events]
@@ -256,8 +263,16 @@ class Driver:
             column = [options.get(option, missing) for _, _, options in made]
             if any(value != missing for value in column):
                 columns[name] = f"[{', '.join(column)}]"
+        there = self.model.topics.get(topic)
         if ttl_s is not None:
             columns["ttl_s"] = repr(ttl_s)
+        if delay_s is not None:
+            columns["delay_s"] = repr(delay_s)
+        if partition is not None and there is not None and partition < there.partitions:
+            columns["partition"] = repr(partition)
+            columns.pop("keys", None)
+            for sent, _, _ in made:
+                sent.partition, sent.key = partition, None
         receipt = self._new("r")
         values = ", ".join(value for _, value, _ in made)
         error = await self.call(
@@ -268,6 +283,9 @@ class Driver:
         for sent, _, _ in made:
             if ttl_s is not None:
                 sent.expires = Window(t0, t1).later(ttl_s)
+            if delay_s is not None:
+                sent.delayed = True
+                sent.due = Window(t0, t1).later(delay_s, self.harness.slack_s)
         await self._published([sent for sent, _, _ in made], receipt, t0, t1)
 
     async def do_transaction(
@@ -444,7 +462,7 @@ class Driver:
         await self._look_for(event)
         hand = group.handed(seat.name, event, t0, t1)
         self.hands = [*self.hands, (variable, hand)][-REMEMBERED:]
-        self.clients[variable] = seat.client
+        self.clients[variable], self.seat_of[variable] = seat.client, seat.variable
         return True
 
     async def _look_for(self, event: Any) -> None:
@@ -494,6 +512,32 @@ class Driver:
         ):
             self.doubts = True  # what a broker says to it is heard with the next flush
         group.settled(hand, call, error, self.began, self.ended, delay_s=delay_s, reason=reason)
+
+    async def do_settle_many(self, pick: int, how: str, delay_s: float | None) -> None:
+        """Deliveries of one member that are surely its own are settled in one call."""
+        variable, _ = self._hand(pick)
+        seat = self.seat_of.get(variable, "")
+        if seat not in [each.variable for each in self.seats]:
+            return
+        sure = self.harness.now() + self.harness.slack_s + 1.0
+        hands = [
+            (name, hand) for name, hand in self.hands
+            if self.seat_of[name] == seat and hand.state == "live" and hand.deadline.first > sure
+            and not hand.doubtful
+        ]  # fmt: skip
+        if not hands:
+            return
+        events = ", ".join(name for name, _ in hands)
+        argument = "" if delay_s is None else f", {delay_s}"
+        error = await self.call(f"await {seat}.{how}([{events}]{argument})")
+        for _, hand in hands:
+            self._group_of(hand).settled(
+                hand, how, error, self.began, self.ended, delay_s=delay_s
+            )
+
+    async def do_seal(self) -> None:
+        """What is stored goes from the journal into segments; nothing else changes."""
+        expect("topics.seal", {None}, await self.call("await bus.topics.seal()"))
 
     async def do_flush(self, client: str) -> None:
         """Every ack so far is durable."""
@@ -845,17 +889,21 @@ class Driver:
         stop: int | None,
         partition: int | None,
         since_s: int | None,
+        batches: bool,
     ) -> None:
-        """What is stored is read again."""
+        """What is stored is read again, by events or by batches."""
         names = [name for name in self.model.topics if selects(pattern, name)]
         asked = {"from_offset": start, "to_offset": stop, "partition": partition,
                  "since": None if since_s is None else f"{since_s}s"}  # fmt: skip
         text = {name: repr(value) for name, value in asked.items() if value is not None}
         events = self._new("x")
         firsts = [f for name in names for f in self.model.topics[name].firsts.values()]
-        error = await self.call(
-            f"{events} = [e async for e in bus.replay({pattern!r}, {_options(text)})]"
+        read = (
+            f"[e async for b in bus.replay_batches({pattern!r}, {_options(text)}) for e in b]"
+            if batches
+            else f"[e async for e in bus.replay({pattern!r}, {_options(text)})]"
         )
+        error = await self.call(f"{events} = {read}")
         literal = not {"*", "#"} & {*pattern.split(".")}
         permitted: set[str | None] = {None}
         if start is not None and since_s is not None:
