@@ -415,7 +415,7 @@ class Groups:
                     log.reset(place, offset)
                 elif machine is not None:
                     intervention.reset(machine, machine.lanes[place], offset)
-                    self._engine.dispatcher.forget_handed(machine)
+                    self._engine.dispatcher.forget_handed(machine, place)
             return [*written, *extra]
 
         await self._engine.intake.submit([], when_taken=entries, brings_news=True)

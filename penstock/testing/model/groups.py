@@ -574,7 +574,9 @@ class Group:
         for id, got in found.items():
             expected = known.get(id)
             if expected is None:
-                raise Contradiction(
+                seen = (got.topic, got.partition, got.offset) in self.owed
+                kind = Contradiction if seen else NotYet  # it was stored after the topics were read
+                raise kind(
                     "dead-letters.md: only what failed too often, was rejected or expired is one",
                     f"no dead letter {id} of group {self.name}",
                     f"{(got.topic, got.partition, got.offset)}: {got.reason}, attempts {got.attempts}",

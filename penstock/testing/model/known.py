@@ -18,8 +18,7 @@ class Known(NamedTuple):
 KNOWN = (
     Known("M6", ALL, "a retry that was due before the engine stopped waits once more after each start"),
     Known("M5", frozenset({"broker"}), "after a restart a member is handed more than max_inflight events"),
-    Known("M2", ALL, "idempotency keys and tokens of delayed events and of others do not know each other, and"
-          " those of delayed events are known on all topics"),
+    Known("M2", ALL, "the receipts of delayed events and of others under one key do not know each other"),
 )  # fmt: skip
 
 

@@ -88,6 +88,8 @@ class Model:
         self.logs: dict[str, LogGroup] = {}
         self.routes: dict[tuple[str, str], Any] = {}
         self.recurring: dict[str, Recurring] = {}
+        self.retired: dict[tuple[str, bytes], str] = {}
+        """What was declared as recurring before: a tick may have come just before that changed."""
         self.last_delayed: dict[Lane, Sent] = {}
         self.looked_at = 0.0
 
@@ -199,6 +201,13 @@ class Model:
                                         f"{each.seen} firings of {each.payload!r}", each.fired)  # fmt: skip
                 return Sent(each.topic, each.payload, headers={"penstock-schedule": each.id},
                             tenant=tenant_of(each.topic) or self.tenant)  # fmt: skip
+        retired = self.retired.get((event.topic, event.payload))
+        if retired is not None:
+            following = self.recurring.get(retired)
+            if following is not None:
+                following.seen = max(following.seen, self._tick(following, now, first=True))
+            return Sent(event.topic, event.payload, headers={"penstock-schedule": retired},
+                        tenant=tenant_of(event.topic) or self.tenant)  # fmt: skip
         raise Contradiction(
             "delivery.md: the bus invents nothing, and stores once what has a name",
             "nothing more in the topic",

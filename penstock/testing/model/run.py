@@ -531,9 +531,7 @@ class Driver:
         argument = "" if delay_s is None else f", {delay_s}"
         error = await self.call(f"await {seat}.{how}([{events}]{argument})")
         for _, hand in hands:
-            self._group_of(hand).settled(
-                hand, how, error, self.began, self.ended, delay_s=delay_s
-            )
+            self._group_of(hand).settled(hand, how, error, self.began, self.ended, delay_s=delay_s)
 
     async def do_seal(self) -> None:
         """What is stored goes from the journal into segments; nothing else changes."""
@@ -875,12 +873,18 @@ class Driver:
         if before is not None and before.every_s == every_s:
             made.since, made.seen, made.fired = before.since, before.seen, before.fired
         self.model.recurring[id] = made
+        self._retire(before)
+
+    def _retire(self, before: Recurring | None) -> None:
+        if before is not None and self.harness.outlived:
+            self.model.retired[before.topic, before.payload] = before.id
 
     async def do_unschedule(self, id: str) -> None:
         """A recurring event is removed."""
         error = await self.call(f"await bus.schedules.remove({id!r}, confirm='REMOVE')")
         there = self.model.recurring.pop(id, None)
         expect("scheduling.md: remove", {None} if there else {"UnknownSchedule"}, error)
+        self._retire(there)
 
     async def do_replay(
         self,
