@@ -18,8 +18,9 @@ from penstock.core.retry import Retry
 from penstock.engines import request as ask
 from penstock.engines.embedded import EmbeddedEngine
 from penstock.engines.engine import Draft, Request, Subscribe
+from penstock.testing.model.found import Found
 from penstock.testing.model.harness import runs_on
-from penstock.testing.model.run import Found, run
+from penstock.testing.model.run import run
 from penstock.testing.model.sequence import Draw
 from penstock.testing.simulation.mutant import Broken, Mutant
 
