@@ -7,6 +7,7 @@ not in the tables below fails the test, and so does a call that is not listed: n
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import math
@@ -21,6 +22,18 @@ import pytest
 
 import penstock
 from penstock.bus.desk import Audit, DeadLetters, Groups, Routes, Schedules, Topics
+from penstock.bus.sync import (
+    SyncAudit,
+    SyncBus,
+    SyncDeadLetters,
+    SyncEvent,
+    SyncGroups,
+    SyncRoutes,
+    SyncSchedules,
+    SyncSubscription,
+    SyncTopics,
+    SyncTransaction,
+)
 from penstock.core.entry import GroupSpec, TopicSpec
 from penstock.engines import request as ask
 from penstock.engines.answers import REQUESTS
@@ -117,10 +130,11 @@ BY_NAME: dict[tuple[str, str], list[Any] | None] = {
 
 A reason is cut to its length, not refused: it often is the text of an error.
 """
-NO_VALUES = {"bus.open", "bus.close", "bus.run", "bus.ready", "bus.flush", "bus.wall_us", "bus.need",
-             "bus.draft", "bus.draft_many", "bus.topics.seal", "sub.open", "sub.close", "sub.batches",
-             "sub.commit", "sub.cursor", "sub.at_hand", "event.ack"}  # fmt: skip
-"""Calls that take nothing that could be wrong; `draft` is what `publish` takes, `need` asks a name."""
+NO_VALUES = {"bus.open", "bus.ready", "bus.flush", "bus.wall_us", "sub.open", "sub.close", "sub.batches",
+             "sub.commit", "sub.cursor", "sub.at_hand", "event.ack", "bus.topics.seal"}  # fmt: skip
+"""Calls that take nothing."""
+ELSEWHERE = {"bus.need", "bus.draft", "bus.draft_many"}
+"""`publish` and `publish_many` pass what they take to `draft`; `need` asks for a name in the code."""
 
 
 class Scene(NamedTuple):
@@ -146,6 +160,8 @@ OBJECTS: dict[str, tuple[type, Made]] = {
     "event": (penstock.Event, lambda scene: scene.event),
 }
 RIGHT: dict[str, dict[str, Any]] = {
+    "bus.close": {},
+    "bus.run": {},
     "bus.publish": {"topic": "values.none", "value": {"a": 1}},
     "bus.publish_many": {"topic": "values.none", "values": [b"x", b"y"]},
     "bus.transaction": {},
@@ -232,7 +248,7 @@ def wrong_values(call: str, name: str, annotation: str) -> list[Any]:
 
 def cases() -> Iterator[Case]:
     for name, function in public_calls():
-        if name in NO_VALUES:
+        if name in NO_VALUES | ELSEWHERE:
             continue
         for each in list(inspect.signature(function).parameters.values())[1:]:
             if each.kind is not inspect.Parameter.VAR_KEYWORD:  # the options of `publish` again
@@ -241,9 +257,19 @@ def cases() -> Iterator[Case]:
 
 
 def test_every_public_call_is_tried() -> None:
-    listed = {name for name, _ in public_calls()}
-    assert listed == set(RIGHT) | NO_VALUES | (listed - set(RIGHT) - NO_VALUES)
-    assert listed - NO_VALUES == set(RIGHT), "a call is new or gone: say what it must be given"
+    listed = dict(public_calls())
+    assert set(listed) - NO_VALUES - ELSEWHERE == set(RIGHT), (
+        "new or gone: say what it must be given"
+    )
+    for name in NO_VALUES:
+        assert not inspect.signature(listed[name]).parameters.keys() - {"self"}, name
+
+
+def test_every_engine_is_asked_the_same_requests() -> None:
+    """What operators may ask is listed once, and each field has a converter with wrong values here."""
+    assert {case.kind for case in wrong_requests()} == {
+        kind for kind in REQUESTS.values() if parameter.converters(kind)
+    }
 
 
 def test_every_parameter_has_a_kind() -> None:
@@ -488,6 +514,79 @@ def test_a_retry_checks_itself(name: str) -> None:
 def test_a_message_id_that_is_none(value: Any) -> None:
     with pytest.raises(InvalidInput):
         penstock.MessageId.parse(value)
+
+
+# -- the blocking bus ------------------------------------------------------------------------------
+
+BLOCKING: dict[str, tuple[type, Callable[[Scene], Any]]] = {
+    "bus": (SyncBus, lambda scene: scene.bus),
+    "bus.topics": (SyncTopics, lambda scene: scene.bus.topics),
+    "bus.groups": (SyncGroups, lambda scene: scene.bus.groups),
+    "bus.dead_letters": (SyncDeadLetters, lambda scene: scene.bus.dead_letters),
+    "bus.audit": (SyncAudit, lambda scene: scene.bus.audit),
+    "bus.routes": (SyncRoutes, lambda scene: scene.bus.routes),
+    "bus.schedules": (SyncSchedules, lambda scene: scene.bus.schedules),
+    "tx": (SyncTransaction, lambda scene: scene.bus.transaction()),
+    "sub": (SyncSubscription, lambda scene: scene.sub),
+    "event": (SyncEvent, lambda scene: scene.event),
+}
+ASYNCHRONOUS_ONLY = {"bus.draft", "bus.draft_many", "bus.wall_us", "sub.cursor", "sub.at_hand"}
+
+
+def test_the_blocking_bus_has_every_call_with_the_same_parameters() -> None:
+    for name, function in public_calls():
+        if name in ASYNCHRONOUS_ONLY:
+            continue
+        prefix, _, method = name.rpartition(".")
+        twin = getattr(BLOCKING[prefix][0], method)
+        assert (
+            list(inspect.signature(twin).parameters)[1:]
+            == list(inspect.signature(function).parameters)[1:]
+        ), name
+
+
+def done_blocking(case: Case, scene: Scene) -> str:
+    prefix, _, name = case.name.rpartition(".")
+    given = RIGHT[case.name] | {case.parameter: case.value}
+    if case.name == "sub.nack" and case.parameter == "delay_s":
+        given["events"] = [scene.event]
+    try:
+        result = getattr(BLOCKING[prefix][1](scene), name)(**given)
+        if isinstance(result, Iterator):
+            next(result, None)
+    except InvalidInput as error:
+        return f"{type(error).__name__} [{error.code}] {error.message}"
+    except MissingPart as error:
+        return f"{type(error).__name__} [{error.code}]"
+    except Exception as error:
+        return f"!! {type(error).__name__}: {error}"
+    return "!! taken"
+
+
+def test_a_wrong_value_is_the_same_typed_error_on_a_blocking_bus(tmp_path: Path) -> None:
+    """A1 to A9, D1: what the asynchronous bus says is what the blocking one says."""
+    expected = asyncio.run(_said_by_memory(tmp_path))
+    with penstock.connect_sync("mem:") as bus:
+        bus.publish_many(TOPIC, [b"1", b"2", b"3"])
+        with bus.subscribe(TOPIC, group="kept", lease_s="5m", max_inflight=1) as sub:
+            event = sub.get(timeout_s="30s")
+            made = Scene(bus, sub, event, tmp_path)  # type: ignore[arg-type]
+            found = {
+                f"{at} {case.text}": done_blocking(case, made) for at, case in enumerate(cases())
+            }
+            assert found == expected
+            event.ack()  # type: ignore[union-attr]
+        with pytest.raises(InvalidInput, match="nothing to run"):
+            bus.run()
+        assert bus.publish(TOPIC, b"4").offset == 3
+        assert [each.payload for each in bus.replay(TOPIC)] == [b"1", b"2", b"3", b"4"]
+
+
+async def _said_by_memory(folder: Path) -> dict[str, str]:
+    async with penstock.connect("mem:") as bus, scene(bus, folder) as made:
+        return {
+            f"{at} {case.text}": await carried_out(case, made) for at, case in enumerate(cases())
+        }
 
 
 # -- foreign clients -------------------------------------------------------------------------------

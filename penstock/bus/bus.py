@@ -98,7 +98,7 @@ class Bus:
 
     async def open(self) -> Self:
         """Connect; handlers registered before begin to serve."""
-        if self._state == "closed" or self._closing is not None:
+        if self.closed:
             raise BusClosed("this bus was closed; call penstock.connect again")
         if self._state == "new":
             await self.engine.open()
@@ -107,6 +107,11 @@ class Bus:
             for handler in self._handlers:
                 handler.start()
         return self
+
+    @property
+    def closed(self) -> bool:
+        """Whether this bus was closed, or is being closed."""
+        return self._state == "closed" or self._closing is not None
 
     async def close(self, *, drain_s: Seconds | None = None) -> None:
         """Let the handlers finish, flush and disconnect.
@@ -436,7 +441,7 @@ class Bus:
             least=MIN_LEASE_S,
         )
         timeout = lease if timeout_s is None else seconds("timeout_s", timeout_s, least=MIN_LEASE_S)
-        if self._state == "closed" or self._closing is not None:
+        if self.closed:
             raise BusClosed("this bus was closed; call penstock.connect again")
 
         def open_subscription() -> Subscription:

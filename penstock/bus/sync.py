@@ -13,7 +13,7 @@ import inspect
 import signal
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
@@ -29,7 +29,7 @@ from penstock.engines.credential import Token
 from penstock.model.batch import EventBatch
 from penstock.model.errors import BusClosed, InvalidInput
 from penstock.model.event import Event, Identity, Receipt
-from penstock.model.parameter import Seconds
+from penstock.model.parameter import Seconds, seconds
 from penstock.model.settings import Settings
 
 T = TypeVar("T")
@@ -282,11 +282,18 @@ class SyncEvent(Event, gc=False, eq=False, repr_omit_defaults=True):
         return f"SyncEvent(id={str(self.id)!r}, attempt={self.attempt}, payload={self.payload!r})"
 
 
-def _plain(event: Event) -> Event:
-    """The event as the asynchronous side knows it."""
-    return Event(
-        event.batch, event.index, event.key, event.payload, event.headers, event.attempt, event.delivery
-    )  # fmt: skip
+def _plain(events: Any) -> Any:
+    """Events as the asynchronous side knows them; anything else is left for it to refuse."""
+    if isinstance(events, str | bytes | Mapping) or not isinstance(events, Iterable):
+        return events
+    return [
+        Event(
+            each.batch, each.index, each.key, each.payload, each.headers, each.attempt, each.delivery
+        )
+        if isinstance(each, Event)
+        else each
+        for each in events
+    ]  # fmt: skip
 
 
 class SyncSubscription(Blocking[Subscription]):
@@ -299,11 +306,11 @@ class SyncSubscription(Blocking[Subscription]):
 
     def ack(self, events: Iterable[Event]) -> None:
         """Ack many events."""
-        self._thread.wait(self._target.ack([_plain(event) for event in events]))
+        self._thread.wait(self._target.ack(_plain(events)))
 
     def nack(self, events: Iterable[Event], delay_s: Seconds | None = None) -> None:
         """Nack many events."""
-        self._thread.wait(self._target.nack([_plain(event) for event in events], delay_s))
+        self._thread.wait(self._target.nack(_plain(events), delay_s))
 
     @property
     def mode(self) -> str:
@@ -363,7 +370,8 @@ class SyncTransaction(Blocking[Transaction]):
 
     def commit(self, subscription: SyncSubscription) -> None:
         """Commit a log subscription's cursor when the transaction commits."""
-        self._thread.call(lambda: self._target.commit(subscription._target))
+        log: Any = getattr(subscription, "_target", subscription)  # what is none is refused there
+        self._thread.call(lambda: self._target.commit(log))
 
     def __enter__(self) -> Self:
         self._thread.wait(self._target.__aenter__())
@@ -477,6 +485,11 @@ class SyncBus(Blocking[Bus]):
         """What the engine behind this bus can do."""
         return self._target.capabilities
 
+    @property
+    def closed(self) -> bool:
+        """Whether this bus was closed, or is being closed."""
+        return self._target.closed
+
     def open(self) -> Self:
         """Connect; handlers registered before begin to serve."""
         self._thread.wait(self._target.open())
@@ -504,7 +517,8 @@ class SyncBus(Blocking[Bus]):
         finally:
             if ours:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            self._thread.stop()
+            if self._target.closed:  # a wrong argument leaves it as it was
+                self._thread.stop()
 
     def close(self, *, drain_s: Seconds | None = None) -> None:
         """Let the handlers finish, flush, disconnect and end the loop's thread.
@@ -516,6 +530,8 @@ class SyncBus(Blocking[Bus]):
         if handling.get() is self._target:
             self._thread.wait(self._target.close(drain_s=drain_s))
             return
+        if drain_s is not None:
+            drain_s = seconds("drain_s", drain_s)
         try:
             self._thread.wait(self._target.close(drain_s=drain_s))
         finally:

@@ -104,7 +104,12 @@ class QueueGroup:
     @property
     def blind(self) -> bool:
         """Whether events are handed out as they come, whatever their keys and priorities."""
-        return self._gate is None and not self._urgent and not self._unseen
+        return self._gate is None and not self._prioritised
+
+    @property
+    def _prioritised(self) -> bool:
+        """Whether something that waits may have a priority."""
+        return bool(self._urgent or self._unseen or self._priorities or self.starved)
 
     def lane(
         self, topic: str, partition: int, *, cursor: int, end: int, urgent_to: int = 0
@@ -326,13 +331,16 @@ class QueueGroup:
     def _next_run(self, limit: int) -> Run | None:
         if self._gate is not None:
             self._fill_gate(limit)
+        elif self._prioritised:
+            self._unseen += self._ready  # what comes again is compared with the rest
+            self._ready.clear()
+            run = self._next_urgent(limit)
+            if run is not None or self.starved is not None:
+                return run
         if self._ready:
             return cut(self._ready, limit)
-        if self._gate is not None:
-            return None  # what is left waits for its key, or for its keys to be loaded
-        run = self._next_urgent(limit)
-        # While some are being read for their priorities, others could only overtake them.
-        return self._pull(limit) if run is None and self.starved is None else run
+        # What a gate leaves waits for its key, or for its keys to be loaded.
+        return self._pull(limit) if self._gate is None else None
 
     def _next_urgent(self, limit: int) -> Run | None:
         while self.starved is None and len(self._priorities) < PRIORITY_WINDOW_EVENTS:
@@ -345,11 +353,15 @@ class QueueGroup:
                 break
             if not self._compare(run):
                 break
+        # What must be loaded first may be more urgent than all that was looked at.
         return self._priorities.pop(limit) if self.starved is None else None
 
     def _compare(self, run: Run) -> bool:
         lane = run.lane
-        priorities = self.peek_priorities(lane, run.start, run.count)
+        if run.start < lane.urgent_to:
+            priorities = self.peek_priorities(lane, run.start, run.count)
+        else:
+            priorities = [0] * run.count
         if priorities is None:
             self.starved = run
             return False

@@ -11,10 +11,12 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
 from penstock.core.entry import Entry
 from penstock.engines.engine import Draft
 from penstock.engines.layout import joined, merges
-from penstock.engines.timekeeper import SCHEDULED
+from penstock.engines.timekeeper import SCHEDULED, Timekeeper
 from penstock.model.errors import PenstockError
 from penstock.model.event import Receipt
 from penstock.model.token import token_at
@@ -169,7 +171,11 @@ def _stacked(pieces: list[Piece]) -> list[list[Piece]]:
 
 def _stretches(stack: list[Piece], receipt: Receipt) -> list[Stretch]:
     if len(stack) == 1:
-        return [Stretch(stack[0].draft, receipt, stack[0].due_us)]
+        piece = stack[0]
+        if piece.due_us is not None:
+            token = Timekeeper.first_token(piece.events, receipt.token)
+            receipt = msgspec.structs.replace(receipt, token=token)
+        return [Stretch(piece.draft, receipt, piece.due_us)]
     found, index = [], 0
     for piece in stack:
         count = piece.events.count

@@ -72,9 +72,9 @@ class Dispatcher:
         group.mark = partial(self._handovers.mark, name)
         return group
 
-    def forget_handed(self, group: QueueGroup) -> None:
+    def forget_handed(self, group: QueueGroup, only: tuple[str, int] | None = None) -> None:
         """A group is somewhere else: what consumers were handed before does not count there."""
-        self._handovers.forget(group.name)
+        self._handovers.forget(group.name, only)
 
     def remove(self, name: str, error: PenstockError) -> None:
         """A group is gone: its members hear why, and what they hold is nobody's.

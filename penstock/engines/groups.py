@@ -294,12 +294,9 @@ class Groups:
         self._readers.pop(topic, None)
         places = list(self._engine.topics.places(topic))
         for group in self.logs.values():
-            cursors = group.state.cursors
-            read = [place for place in places if place in cursors]
-            for place in read:
-                del cursors[place]
+            read = [place for place in places if place in group.state.cursors]
             if read:
-                group.lanes_changed()
+                group.topic_gone(read)
 
     def _open_lanes(self, name: str, topic: str, start: str) -> list[Entry]:
         engine = self._engine
@@ -419,7 +416,7 @@ class Groups:
                     log.reset(place, offset)
                 elif machine is not None:
                     intervention.reset(machine, machine.lanes[place], offset)
-                    self._engine.dispatcher.forget_handed(machine)
+                    self._engine.dispatcher.forget_handed(machine, place)
             return [*written, *extra]
 
         await self._engine.intake.submit([], when_taken=entries, brings_news=True)

@@ -209,9 +209,8 @@ class Intake:
         )
         self._engine.timekeeper.wake()
         first = receipts[0]
-        return Receipt(
-            draft.topic, 0, -1, draft.count, first.token, first.duplicate, scheduled=True
-        )
+        token = self._engine.timekeeper.first_token(stored, first.token)
+        return Receipt(draft.topic, 0, -1, draft.count, token, first.duplicate, scheduled=True)
 
     async def submit(
         self,

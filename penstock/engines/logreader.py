@@ -122,6 +122,8 @@ class LogReader:
 
     def mark(self, topic: str, partition: int, offset: int, epoch: int) -> None:
         """The consumer is through with everything before `offset`, as handed out in an epoch."""
+        if (topic, partition) not in self._group.state.cursors:
+            return  # its topic was deleted: nothing of it is left to commit
         _, newest = self._marked.get((topic, partition), (0, 0))
         if epoch >= newest:
             self._marked[topic, partition] = (offset, epoch)
@@ -129,6 +131,10 @@ class LogReader:
     def epoch(self, topic: str, partition: int) -> int:
         """The newest epoch of a partition, for marks that name none."""
         return self._group.state.epochs.get((topic, partition), 0)
+
+    def forget(self, place: Place) -> None:
+        """The topic of a partition was deleted."""
+        self._marked.pop(place, None)
 
     def pending_commit(self) -> list[Entry]:
         """Entries that make what was marked the group's place; raises Fenced when it is not ours."""
@@ -252,6 +258,14 @@ class LogGroup:
     def returned(self, reader: LogReader, places: list[Place]) -> None:
         """A consumer gave partitions back."""
         self._tell(self.rebalance.revoked(reader.member, places, self.runtime.now()))
+
+    def topic_gone(self, places: list[Place]) -> None:
+        """These partitions are no more."""
+        for place in places:
+            del self.state.cursors[place]
+            for reader in self.readers.values():
+                reader.forget(place)
+        self.lanes_changed()
 
     def lanes_changed(self) -> None:
         """The group reads more or fewer partitions now."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -14,7 +15,7 @@ from penstock.engines.engine import Draft
 from penstock.model.column import Headers
 from penstock.model.errors import BusClosed, OffsetExpired, PenstockError, Rejected, WriterFailed
 from penstock.model.event import Event, Receipt
-from penstock.model.token import parse_token
+from penstock.model.token import TOKEN_BYTES, parse_token
 
 if TYPE_CHECKING:
     from penstock.engines.embedded import EmbeddedEngine
@@ -26,7 +27,8 @@ TARGET = "penstock-topic"
 TARGET_PARTITION = "penstock-partition"
 TIME_TO_LIVE = "penstock-expires-us"
 URGENCY = "penstock-priority"
-LABELS = (TARGET, TARGET_PARTITION, TIME_TO_LIVE, URGENCY)
+TOKEN = "penstock-token"  # noqa: S105 - the name of a header
+LABELS = (TARGET, TARGET_PARTITION, TIME_TO_LIVE, URGENCY, TOKEN)
 # The most a label can say: what the column can hold in which it ends.
 MAX_TIME_US, MAX_URGENCY = (1 << 63) - 1, 255
 # Delayed events published in one journal entry, and recurring ones.
@@ -76,7 +78,9 @@ class Timekeeper:
             draft = draft.subset(range(draft.count))
         assert draft.deliver_at_us is not None
         stored = Draft(SCHEDULED, draft.payloads, tenant=draft.tenant, codec=draft.codec)
-        stored.keys, stored.tokens, stored.times_us = draft.keys, draft.tokens, draft.times_us
+        stored.keys, stored.times_us = draft.keys, draft.times_us
+        if draft.tokens is not None:  # a token is known for its topic only, and all wait in one
+            stored.tokens = [_scoped(draft.topic, token) for token in draft.tokens]
         stored.headers = [
             self._labelled(draft, index, (draft.headers or [None] * draft.count)[index])
             for index in range(draft.count)
@@ -94,7 +98,14 @@ class Timekeeper:
             labelled[TIME_TO_LIVE] = str(draft.expires_us[index])
         if draft.priority is not None:
             labelled[URGENCY] = str(draft.priority[index])
+        if draft.tokens is not None:
+            labelled[TOKEN] = bytes(draft.tokens[index]).hex()
         return labelled
+
+    @staticmethod
+    def first_token(stored: Draft, given: bytes) -> bytes:
+        """The token that a publisher gave the first of these, or that it was given."""
+        return _token((stored.headers or [None])[0], given)
 
     @staticmethod
     def entries(receipts: list[Receipt], due_us: int) -> list[Entry]:
@@ -157,7 +168,9 @@ class Timekeeper:
         draft.expires_us = None if expires is None else [expires]
         draft.priority = None if urgency is None else [urgency]
         draft.keys, draft.headers = [event.key], [headers]
-        draft.tokens = [parse_token(event.token)]
+        # An earlier release stored the token itself, and no label.
+        draft.tokens = [_token(headers, parse_token(event.token))]
+        headers.pop(TOKEN, None)
         draft.times_us = [event.time_us]
         return draft
 
@@ -231,3 +244,17 @@ def _number(label: str | None, most: int) -> int | None:
     if label is None or not label.isascii() or not label.isdigit() or len(label) > len(str(most)):
         return None
     return int(label) if int(label) <= most else None
+
+
+def _scoped(topic: str, token: bytes) -> bytes:
+    """What stands for a token of a topic among the delayed events of all topics."""
+    return blake2b(bytes(token), key=blake2b(topic.encode()).digest()[:32], digest_size=16).digest()
+
+
+def _token(headers: Headers | None, given: bytes) -> bytes:
+    """The token in a label; what is no token was not written by us."""
+    try:
+        token = bytes.fromhex((headers or {}).get(TOKEN, ""))
+    except ValueError:
+        return given
+    return token if len(token) == TOKEN_BYTES else given

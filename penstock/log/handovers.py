@@ -124,12 +124,14 @@ class Handovers:
             self._free += range(size, 2 * size)
         return bool(self._free)
 
-    def forget(self, group: str) -> None:
-        """What was handed out for a group does not count any more."""
+    def forget(self, group: str, only: tuple[str, int] | None = None) -> None:
+        """What was handed out for a group, or of one partition for it, does not count any more."""
         for slot, lease in enumerate(self._leases):
             at = self._at + slot * SLOT
             if lease is not None:
                 lane = lease.lane
+                if only not in (None, (lane.topic, lane.partition)):
+                    continue
                 if self._words[at] == self._place(group, lane.topic, lane.partition):
                     self._words[at + 3] = 0
 

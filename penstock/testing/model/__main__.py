@@ -13,8 +13,9 @@ import time
 from collections import Counter
 
 from penstock.testing.model.faults import hunt_all
+from penstock.testing.model.found import Found
 from penstock.testing.model.harness import ENGINES, runs_on
-from penstock.testing.model.run import Attempt, Found, run, shortest
+from penstock.testing.model.run import Attempt, run, shortest
 from penstock.testing.model.sequence import Draw, Sequence
 
 LENGTH = 60

@@ -14,11 +14,13 @@ import msgspec
 
 from penstock.core.delivery import QueueGroup
 from penstock.core.lease import Run
+from penstock.core.retry import Retry
 from penstock.engines import request as ask
 from penstock.engines.embedded import EmbeddedEngine
 from penstock.engines.engine import Draft, Request, Subscribe
+from penstock.testing.model.found import Found
 from penstock.testing.model.harness import runs_on
-from penstock.testing.model.run import Found, run
+from penstock.testing.model.run import run
 from penstock.testing.model.sequence import Draw
 from penstock.testing.simulation.mutant import Broken, Mutant
 
@@ -136,6 +138,12 @@ FAULTS = (
     Mutant("ttl", "an event can expire", EmbeddedEngine, "publish", _publishes(_set("expires_us", None))),
     Mutant("delay", "an event can wait", EmbeddedEngine, "publish", _publishes(_set("deliver_at_us", None))),
     Mutant("idempotency", "a name is stored once", EmbeddedEngine, "publish", _publishes(_new_tokens)),
+    Mutant("priority-option", "a priority arrives", EmbeddedEngine, "publish", _publishes(_set("priority", None))),
+    Mutant("event-time", "an event time arrives", EmbeddedEngine, "publish", _publishes(_set("times_us", None))),
+    Mutant("partition", "a partition is heeded", EmbeddedEngine, "publish", _publishes(_set("partition", None)), 24),
+    Mutant("order", "an order by key is heeded", EmbeddedEngine, "subscribe", _joins(order="any"), 16),
+    Mutant("lease", "a lease lasts as long as asked", EmbeddedEngine, "subscribe", _joins(lease_s=300.0), 24),
+    Mutant("retry", "a ladder is heeded", EmbeddedEngine, "subscribe", _joins(retry=Retry((5,), 50)), 16),
     Mutant("filter", "a filter leaves events out", EmbeddedEngine, "subscribe", _joins(filter={}), 16),
     Mutant("start", "a group begins where it asked", EmbeddedEngine, "subscribe", _joins(start="earliest"), 16),
     Mutant("lag", "lag is what is left to settle", EmbeddedEngine, "ask", _answers(ask.ListGroups, _one_more)),

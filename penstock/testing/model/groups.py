@@ -219,8 +219,6 @@ class Group:
         self.deleted: set[Place] = set()
         """What was in topics that are gone."""
         self.restarted = False
-        self.disturbed_at = 0.0
-        """When it was made, a member left, or it came back from a restart."""
         self.members: dict[str, Member] = {}
         self.owed: dict[Place, Owed] = {}
         self.letters: dict[str, Letter] = {}
@@ -300,7 +298,6 @@ class Group:
     def leave(self, name: str, t0: float, t1: float) -> None:
         """A member closes, or is found dead: what it held goes to the next one, as an attempt."""
         member = self.members.pop(name)
-        self.disturbed_at = t1
         if self.active == name:
             self.active = None
         for hand in member.hands:
@@ -429,14 +426,14 @@ class Group:
             alone = self.options.order == "single" or self.company_at < held.ready.first
             if not (waits and alone and other.fresh and owed.fresh) or held.expiring(t1):
                 continue
-            if "B4" in self.excused and self._older(held, event, moment=t1):
-                continue
             if self.options.order == "any" and held.priority > event.priority:
                 raise Contradiction(
                     "capabilities.md: waiting events of higher priority are delivered first",
                     f"{held.place} of priority {held.priority}",
                     f"{event.place} of priority {event.priority}",
                 )
+            if other.revived or owed.revived:
+                continue  # it comes again like a retry, in no order
             if earlier and (self.options.order == "single" or held.priority == event.priority):
                 if self.options.order == "single" and held.priority != event.priority:
                     continue
@@ -444,17 +441,6 @@ class Group:
                     "delivery.md: offsets of a partition are handed out in order",
                     held.place, event.place,
                 )  # fmt: skip
-
-    def _older(self, *events: Sent, moment: float) -> bool:
-        """Whether finding B4 may have lost a priority: see `known.py`."""
-        waiting = [owed.event for owed in self.owed.values() if owed.state == "waiting"]
-        aged = any(event.ready.first < moment - 10.0 for event in waiting)
-        return (
-            aged
-            or self.restarted
-            or moment > 20.0
-            or min(event.ready.first for event in events) <= self.disturbed_at
-        )
 
     def must_hand(self, name: str, moment: float, patience_s: float = 0.0) -> Owed | None:
         """An event that this member must receive if it asks now; None when nothing is certain."""
@@ -588,7 +574,9 @@ class Group:
         for id, got in found.items():
             expected = known.get(id)
             if expected is None:
-                raise Contradiction(
+                seen = (got.topic, got.partition, got.offset) in self.owed
+                kind = Contradiction if seen else NotYet  # it was stored after the topics were read
+                raise kind(
                     "dead-letters.md: only what failed too often, was rejected or expired is one",
                     f"no dead letter {id} of group {self.name}",
                     f"{(got.topic, got.partition, got.offset)}: {got.reason}, attempts {got.attempts}",
@@ -737,14 +725,6 @@ class Group:
         """Durations are stored: a wait that was under way may begin again, but is not cut short."""
         self.restarted = True
         for owed in self.owed.values():
-            letter = self.letters.get(f"{owed.event.token}@{self.name}")
-            if (
-                "M4" in self.excused
-                and letter is not None
-                and letter.by_hand
-                and owed.state == "dead"
-            ):
-                owed.state, owed.due, letter.certain = "unsure", Window(t0, FOREVER), False
             if "M6" in self.excused and owed.state == "waiting" and not owed.fresh:
                 owed.due = Window(owed.due.first, max(owed.due.last, t1 + self._longest_wait()))
             if owed.state == "waiting" and owed.due.last > t0:

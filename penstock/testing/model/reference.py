@@ -88,6 +88,8 @@ class Model:
         self.logs: dict[str, LogGroup] = {}
         self.routes: dict[tuple[str, str], Any] = {}
         self.recurring: dict[str, Recurring] = {}
+        self.retired: dict[tuple[str, bytes], str] = {}
+        """What was declared as recurring before: a tick may have come just before that changed."""
         self.last_delayed: dict[Lane, Sent] = {}
         self.looked_at = 0.0
 
@@ -199,6 +201,13 @@ class Model:
                                         f"{each.seen} firings of {each.payload!r}", each.fired)  # fmt: skip
                 return Sent(each.topic, each.payload, headers={"penstock-schedule": each.id},
                             tenant=tenant_of(each.topic) or self.tenant)  # fmt: skip
+        retired = self.retired.get((event.topic, event.payload))
+        if retired is not None:
+            following = self.recurring.get(retired)
+            if following is not None:
+                following.seen = max(following.seen, self._tick(following, now, first=True))
+            return Sent(event.topic, event.payload, headers={"penstock-schedule": retired},
+                        tenant=tenant_of(event.topic) or self.tenant)  # fmt: skip
         raise Contradiction(
             "delivery.md: the bus invents nothing, and stores once what has a name",
             "nothing more in the topic",
@@ -342,7 +351,7 @@ class Model:
         if group is None:
             group = self.groups[name] = Group(name, options, self.slack_s, self.excused)
             group.wire = self.wire
-            group.disturbed_at, group.letters = t1, self.left.pop(name, {})
+            group.letters = self.left.pop(name, {})
             for event in self.events(options.pattern):
                 if event.offset >= self._start(event.place[:2], options.start):
                     group.offer(event)
@@ -423,23 +432,26 @@ class Model:
                     f"{least} to {most}" if most > least else least, info.lag,
                 )  # fmt: skip
 
+    def reset_answers(self, name: str, to: str | int, topic: str | None) -> set[str | None]:
+        """What sending a group to a place may raise."""
+        group = self.groups.get(name) or self.logs.get(name)
+        if group is None:
+            return {"UnknownGroup"}
+        pattern = group.pattern if isinstance(group, LogGroup) else group.options.pattern
+        if topic is not None and (topic not in self.topics or not selects(pattern, topic)):
+            return {None, "UnknownTopic", "InvalidInput"}
+        lanes = self.lanes(pattern, topic)
+        return self.place_answers(lanes, to) | (set() if lanes else {"InvalidInput"})
+
     def group_reset(self, name: str, to: str | int, topic: str | None, error: str | None, t0: float,
                     t1: float) -> None:  # fmt: skip
         """A group was sent to a place."""
-        group = self.groups.get(name) or self.logs.get(name)
-        if group is None:
-            return expect("groups.reset", {"UnknownGroup"}, error)
-        pattern = group.pattern if isinstance(group, LogGroup) else group.options.pattern
-        if topic is not None and (topic not in self.topics or not selects(pattern, topic)):
-            return expect("groups.reset", {None, "UnknownTopic", "InvalidInput"}, error)
-        lanes = self.lanes(pattern, topic)
-        expect(
-            "groups.reset",
-            self.place_answers(lanes, to) | (set() if lanes else {"InvalidInput"}),
-            error,
-        )
+        expect("groups.reset", self.reset_answers(name, to, topic), error)
         if error is not None:
             return None
+        group = self.groups.get(name) or self.logs[name]
+        pattern = group.pattern if isinstance(group, LogGroup) else group.options.pattern
+        lanes = self.lanes(pattern, topic)
         cursors = {lane: self._start(lane, to) for lane in lanes}
         if isinstance(group, LogGroup):
             return group.reset(cursors)

@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import penstock
+from penstock.testing.model.found import Found
 from penstock.testing.model.groups import (
     Contradiction,
     Group,
@@ -63,6 +64,9 @@ class Driver:
         self.hands: list[tuple[str, Hand]] = []
         self.clients: dict[str, str] = {}
         """By which client the event of a variable was received."""
+        self.seat_of: dict[str, str] = {}
+        """And by which subscription."""
+        self.error: str | None = None
         self._numbers = 0
         self._open: set[str] = set()
         self.doubts = False
@@ -86,7 +90,7 @@ class Driver:
             inner = source.replace("\n", "\n    ")
             self.lines[-1] = f"with contextlib.suppress(penstock.{error}):\n    {inner}"
             self.names["error"] = caught
-        self.ended = self.harness.now()
+        self.ended, self.error = self.harness.now(), error
         return error
 
     def _new(self, kind: str) -> str:
@@ -211,7 +215,9 @@ class Driver:
             sent.delayed, options["delay_s"] = True, repr(event["delay_s"])
         if "deliver_in_s" in event:
             sent.delayed = True
-            options["deliver_at"] = f"bus.wall_us() / 1e6 + {event['deliver_in_s']}"
+            options["deliver_at"] = (
+                f"datetime.fromtimestamp(bus.wall_us() / 1e6 + {event['deliver_in_s']}, UTC)"
+            )
         if sent.delayed and "M2" in self.model.excused:
             sent.name = sent.token = None
             options.pop("idempotency_key", None)
@@ -241,7 +247,12 @@ class Driver:
         return publish
 
     async def do_publish_many(
-        self, topic: str, events: list[dict[str, Any]], ttl_s: float | None
+        self,
+        topic: str,
+        events: list[dict[str, Any]],
+        ttl_s: float | None,
+        delay_s: float | None,
+        partition: int | None,
     ) -> None:
         """Several events in one call."""
         made = [self._sent(topic, event) for event in events]
@@ -253,8 +264,16 @@ class Driver:
             column = [options.get(option, missing) for _, _, options in made]
             if any(value != missing for value in column):
                 columns[name] = f"[{', '.join(column)}]"
+        there = self.model.topics.get(topic)
         if ttl_s is not None:
             columns["ttl_s"] = repr(ttl_s)
+        if delay_s is not None:
+            columns["delay_s"] = repr(delay_s)
+        if partition is not None and there is not None and partition < there.partitions:
+            columns["partition"] = repr(partition)
+            columns.pop("keys", None)
+            for sent, _, _ in made:
+                sent.partition, sent.key = partition, None
         receipt = self._new("r")
         values = ", ".join(value for _, value, _ in made)
         error = await self.call(
@@ -265,6 +284,9 @@ class Driver:
         for sent, _, _ in made:
             if ttl_s is not None:
                 sent.expires = Window(t0, t1).later(ttl_s)
+            if delay_s is not None:
+                sent.delayed = True
+                sent.due = Window(t0, t1).later(delay_s, self.harness.slack_s)
         await self._published([sent for sent, _, _ in made], receipt, t0, t1)
 
     async def do_transaction(
@@ -344,7 +366,7 @@ class Driver:
         if there is not None and member in there.members:
             return  # dropped: its name is still taken
         variable = self._new("m")
-        text = {"group": repr(group), "member": repr(member), "start": repr(options.start)}
+        text = {"group": repr(group), "member": repr(member), "start": _place(options.start)}
         if options.mode == "log":
             text["mode"] = "'log'"
         else:
@@ -441,7 +463,7 @@ class Driver:
         await self._look_for(event)
         hand = group.handed(seat.name, event, t0, t1)
         self.hands = [*self.hands, (variable, hand)][-REMEMBERED:]
-        self.clients[variable] = seat.client
+        self.clients[variable], self.seat_of[variable] = seat.client, seat.variable
         return True
 
     async def _look_for(self, event: Any) -> None:
@@ -491,6 +513,30 @@ class Driver:
         ):
             self.doubts = True  # what a broker says to it is heard with the next flush
         group.settled(hand, call, error, self.began, self.ended, delay_s=delay_s, reason=reason)
+
+    async def do_settle_many(self, pick: int, how: str, delay_s: float | None) -> None:
+        """Deliveries of one member that are surely its own are settled in one call."""
+        variable, _ = self._hand(pick)
+        seat = self.seat_of.get(variable, "")
+        if seat not in [each.variable for each in self.seats]:
+            return
+        sure = self.harness.now() + self.harness.slack_s + 1.0
+        hands = [
+            (name, hand) for name, hand in self.hands
+            if self.seat_of[name] == seat and hand.state == "live" and hand.deadline.first > sure
+            and not hand.doubtful
+        ]  # fmt: skip
+        if not hands:
+            return
+        events = ", ".join(name for name, _ in hands)
+        argument = "" if delay_s is None else f", {delay_s}"
+        error = await self.call(f"await {seat}.{how}([{events}]{argument})")
+        for _, hand in hands:
+            self._group_of(hand).settled(hand, how, error, self.began, self.ended, delay_s=delay_s)
+
+    async def do_seal(self) -> None:
+        """What is stored goes from the journal into segments; nothing else changes."""
+        expect("topics.seal", {None}, await self.call("await bus.topics.seal()"))
 
     async def do_flush(self, client: str) -> None:
         """Every ack so far is durable."""
@@ -662,11 +708,28 @@ class Driver:
             error = await self.call(f"await bus.topics.grow({topic!r}, {partitions})")
             self.model.topic_grown(topic, partitions, error)
 
-    async def do_delete_topic(self, topic: str) -> None:
+    async def _confirmed(self, call: str, word: str, how: str, *, there: bool) -> bool:
+        """Make a call that wants to be confirmed; whether it was meant to change anything."""
+        option = {"yes": f", confirm={word!r}", "no": ", confirm='no'", "dry": ", dry_run=True"}[
+            how
+        ]
+        error = await self.call(f"{call}{option})")
+        if how == "yes":
+            return True
+        if there:
+            wanted: set[str | None] = {"ConfirmationNeeded"} if how == "no" else {None}
+            expect("cli.md: what destroys asks for its word first, and a dry run changes nothing",
+                   wanted, error)  # fmt: skip
+        elif error is None:
+            raise Contradiction("errors.md: what is not there is told", "an error", "it succeeded")
+        return False
+
+    async def do_delete_topic(self, topic: str, how: str) -> None:
         """A topic is deleted."""
-        if not self._busy(topic):
-            error = await self.call(f"await bus.topics.delete({topic!r})")
-            self.model.topic_deleted(topic, error)
+        there = topic in self.model.topics
+        call = f"await bus.topics.delete({topic!r}"
+        if not self._busy(topic) and await self._confirmed(call, "DELETE", how, there=there):
+            self.model.topic_deleted(topic, self.error)
 
     async def do_configure(self, topic: str, retention_age_s: float) -> None:
         """The retention of a topic is set, and told again."""
@@ -685,16 +748,22 @@ class Driver:
                 raise Contradiction("conformance.md: a topic's settings can be changed and stay with it",
                                     retention_age_s, info.retention_age_s)  # fmt: skip
 
-    async def do_reset(self, group: str, to: str | int, topic: str | None) -> None:
+    async def do_reset(self, group: str, to: str | int, topic: str | None, how: str) -> None:
         """A group is sent to a place."""
-        option = f", topic={topic!r}" if topic else ""
-        error = await self.call(f"await bus.groups.reset({group!r}, {to!r}{option})")
-        self.model.group_reset(group, to, topic, error, self.began, self.ended)
+        call = f"await bus.groups.reset({group!r}, {_place(to)}" + (
+            f", topic={topic!r}" if topic else ""
+        )
+        there = self.model.reset_answers(group, to, topic) == {None}
+        if await self._confirmed(call, "RESET", how, there=there):
+            self.model.group_reset(group, to, topic, self.error, self.began, self.ended)
 
-    async def do_delete_group(self, group: str) -> None:
+    async def do_delete_group(self, group: str, how: str) -> None:
         """A group is deleted, and what is left of its members is closed."""
-        error = await self.call(f"await bus.groups.delete({group!r})")
-        self.model.group_deleted(group, error)
+        there = group in self.model.groups or group in self.model.logs
+        call = f"await bus.groups.delete({group!r}"
+        if not await self._confirmed(call, "DELETE", how, there=there):
+            return
+        self.model.group_deleted(group, self.error)
         for seat in [seat for seat in self.seats if seat.group == group]:
             await self.call(f"await {seat.variable}.close()")
             self.seats.remove(seat)
@@ -765,8 +834,6 @@ class Driver:
             f"await bus.dead_letters.dead_letter('{topic}/{partition}/{offset}', "
             f"consumer={group.name!r}, topic={topic!r}, reason='by hand', actor='ann')"
         )
-        if error == "InvalidInput" and "B20" in self.model.excused and not owed.made[0]:
-            return
         expect(
             "conformance.md: an event that waits can be made a dead letter by hand", {None}, error
         )
@@ -784,7 +851,10 @@ class Driver:
             expect("routing.md: put", {None}, error)
             routes[place] = penstock.Route(pattern, destination, priority=priority)
         else:
-            error = await self.call(f"await bus.routes.{how}({pattern!r}, {destination!r})")
+            confirmed = ", confirm='REMOVE'" if how == "remove" else ""
+            error = await self.call(
+                f"await bus.routes.{how}({pattern!r}, {destination!r}{confirmed})"
+            )
             expect(f"routing.md: {how}", {None} if place in routes else {"UnknownRoute"}, error)
             before = routes.pop(place, None)
             if before is not None and how != "remove":
@@ -804,12 +874,18 @@ class Driver:
         if before is not None and before.every_s == every_s:
             made.since, made.seen, made.fired = before.since, before.seen, before.fired
         self.model.recurring[id] = made
+        self._retire(before)
+
+    def _retire(self, before: Recurring | None) -> None:
+        if before is not None and self.harness.outlived:
+            self.model.retired[before.topic, before.payload] = before.id
 
     async def do_unschedule(self, id: str) -> None:
         """A recurring event is removed."""
-        error = await self.call(f"await bus.schedules.remove({id!r})")
+        error = await self.call(f"await bus.schedules.remove({id!r}, confirm='REMOVE')")
         there = self.model.recurring.pop(id, None)
         expect("scheduling.md: remove", {None} if there else {"UnknownSchedule"}, error)
+        self._retire(there)
 
     async def do_replay(
         self,
@@ -818,17 +894,21 @@ class Driver:
         stop: int | None,
         partition: int | None,
         since_s: int | None,
+        batches: bool,
     ) -> None:
-        """What is stored is read again."""
+        """What is stored is read again, by events or by batches."""
         names = [name for name in self.model.topics if selects(pattern, name)]
         asked = {"from_offset": start, "to_offset": stop, "partition": partition,
                  "since": None if since_s is None else f"{since_s}s"}  # fmt: skip
         text = {name: repr(value) for name, value in asked.items() if value is not None}
         events = self._new("x")
         firsts = [f for name in names for f in self.model.topics[name].firsts.values()]
-        error = await self.call(
-            f"{events} = [e async for e in bus.replay({pattern!r}, {_options(text)})]"
+        read = (
+            f"[e async for b in bus.replay_batches({pattern!r}, {_options(text)}) for e in b]"
+            if batches
+            else f"[e async for e in bus.replay({pattern!r}, {_options(text)})]"
         )
+        error = await self.call(f"{events} = {read}")
         literal = not {"*", "#"} & {*pattern.split(".")}
         permitted: set[str | None] = {None}
         if start is not None and since_s is not None:
@@ -880,51 +960,12 @@ class Driver:
             await self._look()
 
 
+def _place(place: str | int) -> str:
+    return repr(place if isinstance(place, str) else f"offset:{place}")
+
+
 def _options(options: dict[str, str]) -> str:
     return ", ".join(f"{name}={text}" for name, text in options.items())
-
-
-@dataclass
-class Found:
-    """A sequence that contradicts the model."""
-
-    engine: str
-    sequence: Sequence
-    step: Step
-    contradiction: Contradiction
-    lines: list[str]
-
-    def script(self) -> str:
-        """The calls as a program; what was expected, and what came."""
-        body = "\n".join(self.lines)
-        indented = "\n".join(f"    {line}" for line in body.splitlines())
-        said = "\n".join(f"# {line}" for line in str(self.contradiction).splitlines())
-        return _SCRIPT.format(engine=self.engine, seed=self.sequence.seed, step=self.step, said=said,
-                              body=indented, prefix=self.sequence.prefix)  # fmt: skip
-
-
-_SCRIPT = '''\
-"""Seed {seed} of the model test on {engine}, made short. Run it with python."""
-{said}
-# at {step}
-import asyncio, contextlib, uuid
-from datetime import UTC, datetime
-
-import penstock
-from penstock.testing.model.harness import harness_of
-
-
-async def main(harness):
-{body}
-    for group in await bus.groups.list():
-        print(group)
-        for letter in await bus.dead_letters.list(consumer=group.name):
-            print("  ", letter)
-
-
-with harness_of({engine!r}, {seed}) as harness:
-    harness.run(lambda: main(harness))
-'''
 
 
 def run(harness: Harness, sequence: Sequence) -> Found | None:

@@ -41,7 +41,7 @@ class Sequence:
 
 WEIGHTS = {
     "publish": 24, "publish_many": 5, "transaction": 4, "join": 9, "leave": 3, "drop": 1, "get": 26,
-    "settle": 22, "wait": 8, "flush": 2, "close": 2, "kill": 2, "restart": 2, "cut": 2, "die": 1,
+    "settle": 22, "settle_many": 3, "seal": 1, "wait": 8, "flush": 2, "close": 2, "kill": 2, "restart": 2, "cut": 2, "die": 1,
     "create": 1, "grow": 1, "delete_topic": 0.6, "configure": 0.5, "reset": 2.5, "delete_group": 0.5,
     "replay_letter": 1.5, "dead_letter": 1.2, "purge": 0.8, "route": 1.5, "schedule": 0.8,
     "unschedule": 0.4, "replay": 3, "read": 5, "commit": 2, "listen": 1,
@@ -93,6 +93,10 @@ class Draw:
             filter={"region": "eu"} if rng.random() < 0.2 else {},
             start=rng.choice(("earliest", "earliest", "earliest", "latest", 2)),
         )
+
+    def _how(self) -> str:
+        """How an operator confirms: with the word, with another one, or by trying it dry."""
+        return self.rng.choice(("yes",) * 6 + ("no", "dry"))
 
     def _pick(self) -> int:
         return self.rng.randrange(64)
@@ -147,7 +151,10 @@ class Draw:
             if named and event["name"] in [each["name"] for each in events[:index]]:
                 event["name"] = f"b{event['number']}"
         ttl_s = self._seconds(0.5, 3.0) if rng.random() < 0.15 else None
-        return {"topic": rng.choice(self.topics), "events": events, "ttl_s": ttl_s}
+        delay_s = self._seconds(0.3, 3.0) if not named and rng.random() < 0.12 else None
+        partition = rng.randrange(2) if delay_s is None and rng.random() < 0.12 else None
+        return {"topic": rng.choice(self.topics), "events": events, "ttl_s": ttl_s,
+                "delay_s": delay_s, "partition": partition}  # fmt: skip
 
     def transaction(self) -> dict[str, Any]:
         """Publishes and acks together, perhaps under a key, perhaps left by an exception."""
@@ -208,6 +215,16 @@ class Draw:
             args["delay_s"] = rng.choice((None, 2.0))
         return args
 
+    def settle_many(self) -> dict[str, Any]:
+        """Several deliveries of a member are settled together."""
+        how = self.rng.choice(("ack", "ack", "nack"))
+        delay_s = self._seconds(0.5, 2.0) if how == "nack" and self.rng.random() < 0.5 else None
+        return {"pick": self._pick(), "how": how, "delay_s": delay_s}
+
+    def seal(self) -> dict[str, Any]:
+        """The journal is sealed."""
+        return {}
+
     def wait(self) -> dict[str, Any]:
         """Time passes."""
         seconds = self.rng.choice((0.15, 0.4, 1.1, 2.5, 5.0, 31.0))
@@ -243,7 +260,7 @@ class Draw:
 
     def delete_topic(self) -> dict[str, Any]:
         """A topic is deleted."""
-        return {"topic": self.rng.choice(self.topics)}
+        return {"topic": self.rng.choice(self.topics), "how": self._how()}
 
     def configure(self) -> dict[str, Any]:
         """The retention of a topic is set, to more than a sequence takes."""
@@ -259,11 +276,12 @@ class Draw:
             "group": rng.choice(list(self.groups)[: rng.choice((2, 2, 3))]),
             "to": rng.choice(("earliest", "latest", 1, 3)),
             "topic": rng.choice((None, None, self.topics[0])),
+            "how": self._how(),
         }
 
     def delete_group(self) -> dict[str, Any]:
         """A group is forgotten."""
-        return {"group": self.rng.choice(list(self.groups))}
+        return {"group": self.rng.choice(list(self.groups)), "how": self._how()}
 
     def replay_letter(self) -> dict[str, Any]:
         """A dead letter goes back."""
@@ -307,6 +325,7 @@ class Draw:
             "stop": rng.choice((None, None, 4)),
             "partition": rng.choice((None, None, None, 0)),
             "since_s": rng.choice((None, None, 3)),
+            "batches": rng.random() < 0.3,
         }
 
 
