@@ -253,6 +253,8 @@ class Housekeeper:
             return await job
         finally:
             job.cancel()
+            # The sealing process ends with the job, and the bus is not closed before it has.
+            await asyncio.gather(job, return_exceptions=True)
 
     def _apply(self, added: list[SegmentInfo], removed: list[int], sealed_to: int | None) -> None:
         self._engine.log.manifest.apply(

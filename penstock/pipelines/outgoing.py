@@ -184,8 +184,9 @@ class Outlet(Connection):
         return self.wait(self._publish(rows, batch))
 
     async def _publish(self, rows: Callable[[], Iterator[pa.RecordBatch]], batch: Batch) -> bool:
-        if sum(each.nbytes + each.num_rows * ROW_BYTES for each in rows()) <= batch.limit_bytes:
-            if await self._transact(batch.name, drafts(rows(), batch.topic, batch.codec)):
+        size = sum(each.nbytes + each.num_rows * ROW_BYTES for each in rows())
+        if size <= batch.limit_bytes:
+            if size and await self._transact(batch.name, drafts(rows(), batch.topic, batch.codec)):
                 return True
             try:
                 plan = await self._recorded(batch)

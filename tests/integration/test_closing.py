@@ -238,3 +238,16 @@ async def test_a_bus_that_cannot_open_leaves_nothing_behind_and_may_try_again(tm
     await late.publish("orders", b"at last")
     await late.close()
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.05, 0.2, 0.5])
+async def test_no_sealing_process_outlives_the_bus(tmp_path: Path, after_s: float) -> None:
+    """Closed while its journal is rewritten: in the middle of a job, or while the process starts."""
+    settings: dict[str, Any] = {"journal__file_bytes": 1 << 20}
+    async with penstock.connect(tmp_path / "data", sealing__enabled=False, **settings) as bus:
+        for _ in range(8):
+            await bus.publish_many("orders", [os.urandom(1_000) for _ in range(1_000)])
+    async with penstock.connect(tmp_path / "data", **settings):
+        await asyncio.sleep(after_s)
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+    assert children.split() == []

@@ -178,6 +178,33 @@ def test_other_rows_are_refused_while_a_batch_is_there_in_part(url: str) -> None
     assert Counter(stored(url)) == Counter(row["payload"] for row in rows(400))
 
 
+def test_no_rows_at_all_are_refused_while_a_batch_is_there_in_part(url: str) -> None:
+    """F1: the query went on, and the rest of the batch was lost."""
+    killed(url, "sink.part-published:1", 1)
+    before = stored(url)
+    with pytest.raises(BatchChanged, match="begun with 400 rows.*this attempt has 0 rows"):
+        attempt(url, [[], []])
+    assert stored(url) == before
+    attempt(url, [rows(400)])
+    attempt(url, [[]])  # it is complete, so it is skipped
+    assert Counter(stored(url)) == Counter(row["payload"] for row in rows(400))
+
+
+def test_a_batch_without_rows_makes_no_folder(tmp_path: Path) -> None:
+    attempt(str(tmp_path / "data"), [[], []])
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_batch_is_there_once_when_its_retry_goes_through_a_broker(tmp_path: Path) -> None:
+    """F1: the folder and its broker are one bus, for batches that are whole and for those in parts."""
+    url = str(tmp_path / "data")
+    killed(url, "sink.part-published:3", 1)
+    with BrokerProcess(tmp_path / "data") as broker:
+        for seed in (2, 3):
+            attempt(broker.url(), dealt(rows(400), random.Random(seed)))
+            assert Counter(stored(broker.url())) == Counter(row["payload"] for row in rows(400))
+
+
 def test_rows_of_one_key_keep_their_order_in_a_batch_of_several_parts(url: str) -> None:
     given = rows(600)
     attempt(url, [given], maxTransactionBytes="9000")
