@@ -36,7 +36,7 @@ class Delivery:
     """How rows of one write get onto a bus."""
 
     def __init__(self, options: SinkOptions, schema: StructType) -> None:
-        check_columns(schema.names, options.topic)
+        check_columns(schema, options.topic)
         self.options = options
         self.staging = Staging.of(options.url)
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from pyspark.sql import types
 from pyspark.sql.pandas.types import from_arrow_schema
 
 import penstock
@@ -254,3 +255,30 @@ def test_a_payload_that_is_not_the_json_it_is_said_to_be_is_named(url: str) -> N
     with pytest.raises(InvalidInput, match=r"payload b'\{0' of the row with .*k0.* is not JSON"):
         attempt(url, [bad], codec="json")
     assert stored(url) == []
+
+
+@pytest.mark.parametrize(
+    ("column", "kind", "takes"),
+    [
+        ("payload", types.LongType(), "BINARY or STRING"),
+        ("key", types.LongType(), "BINARY or STRING"),
+        ("key", types.NullType(), "BINARY or STRING"),
+        ("topic", types.LongType(), "STRING"),
+        ("codec", types.BinaryType(), "STRING"),
+        ("partition", types.StringType(), "INT or"),
+        ("event_time", types.StringType(), "TIMESTAMP or"),
+        ("headers", types.ArrayType(types.StringType()), "MAP<STRING,STRING>"),
+    ],
+)
+def test_a_column_of_another_type_is_named_before_any_row_is_made(
+    column: str, kind: Any, takes: str, tmp_path: Path
+) -> None:
+    """F10: some ended in a traceback of Arrow's, when all tasks were done."""
+    schema = types.StructType().add("payload", types.StringType()).add("topic", types.StringType())
+    fields = [each for each in schema if each.name != column]
+    given = types.StructType([*fields, types.StructField(column, kind)])
+    source = PenstockSource({"url": str(tmp_path / "data")})
+    for write in (source.writer, source.streamWriter):
+        with pytest.raises(InvalidInput, match=f"column '{column}' is .*, and the sink takes {takes}"):
+            write(given, False)
+    assert source.writer(schema, False)
