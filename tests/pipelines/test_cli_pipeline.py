@@ -137,6 +137,21 @@ def test_risk_tags_is_not_behind_by_what_it_sets_aside(spark, project, capsys) -
     assert said(capsys)[-1]["rows_in"] == 0
 
 
+def test_usage_is_not_behind_by_its_own_rows(spark, project, capsys) -> None:
+    """F8: it reads every topic, and writes to one of them."""
+    with penstock.connect_sync(project / "data") as bus:
+        known = sum(each.events for each in bus.topics.list())
+        bus.publish_many("usage.hours.v1.acme", [b"{}"] * 5)
+    state = ["--state", str(project / "state")]
+    assert run(words(project, "run", "usage", "--once", *state)) == 0
+    done = said(capsys)[-1]
+    assert (done["rows_in"], done["lag"]) == (known, 0)
+    with penstock.connect_sync(project / "data") as bus:
+        bus.publish_many("usage.hours.v1.acme", [b"{}"] * 5)
+    assert run(words(project, "status", "usage", *state)) == 0
+    assert said(capsys)[-1]["lag"] == 0
+
+
 @pytest.mark.parametrize(
     ("more", "why"),
     [

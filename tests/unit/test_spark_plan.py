@@ -251,7 +251,9 @@ def test_options_are_found_whatever_their_case_and_the_path_is_the_url() -> None
     found = source_options({"PATH": "file:/data", "MAXEVENTSPERTRIGGER": "5", "columns": "key, id"})
     assert (found.url, found.max_events_per_trigger) == ("/data", 5)
     assert found.columns == ("key", "id")
-    assert source_options({"url": "d", "maxBytesPerTrigger": "1MiB"}).max_bytes_per_trigger == 1 << 20
+    assert (
+        source_options({"url": "d", "maxBytesPerTrigger": "1MiB"}).max_bytes_per_trigger == 1 << 20
+    )
     with pytest.raises(InvalidInput, match="where is the bus"):
         source_options({"topics": "#"})
 

@@ -183,7 +183,7 @@ def test_no_rows_at_all_are_refused_while_a_batch_is_there_in_part(url: str) -> 
     """F1: the query went on, and the rest of the batch was lost."""
     killed(url, "sink.part-published:1", 1)
     before = stored(url)
-    with pytest.raises(BatchChanged, match="begun with 400 rows.*this attempt has 0 rows"):
+    with pytest.raises(BatchChanged, match=r"begun with 400 rows.*this attempt has 0 rows"):
         attempt(url, [[], []])
     assert stored(url) == before
     attempt(url, [rows(400)])
@@ -279,6 +279,8 @@ def test_a_column_of_another_type_is_named_before_any_row_is_made(
     given = types.StructType([*fields, types.StructField(column, kind)])
     source = PenstockSource({"url": str(tmp_path / "data")})
     for write in (source.writer, source.streamWriter):
-        with pytest.raises(InvalidInput, match=f"column '{column}' is .*, and the sink takes {takes}"):
+        with pytest.raises(
+            InvalidInput, match=f"column '{column}' is .*, and the sink takes {takes}"
+        ):
             write(given, False)
     assert source.writer(schema, False)
