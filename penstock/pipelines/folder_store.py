@@ -16,7 +16,7 @@ from penstock.log.recovery import open_for_reading
 from penstock.log.segment import SegmentInfo
 from penstock.log.segment_reader import SegmentReader
 from penstock.model.batch import EventBatch
-from penstock.model.errors import Corrupted, OffsetExpired
+from penstock.model.errors import Corrupted, NotADataFolder, OffsetExpired
 from penstock.model.settings import Settings
 from penstock.model.topic import is_system, matches
 from penstock.pipelines.columns import repeated
@@ -32,7 +32,14 @@ class FolderStore:
 
     def __init__(self, folder: str, token: str | None = None) -> None:
         self._disk = RealDisk(Path(folder))
-        self._open()
+        try:
+            self._open()
+        except NotADataFolder as error:
+            raise NotADataFolder(
+                f"there is nothing to read: {folder!r} is no data folder of Penstock. Correct `url`; "
+                "a broker's is penstock://host:port",
+                **error.data,
+            ) from None
 
     def _open(self) -> None:
         self._recovery = open_for_reading(self._disk, Settings())

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from penstock.model.codec import codecs
 from penstock.model.errors import InvalidInput
 from penstock.model.nearest import did_you_mean
-from penstock.model.parameter import count, microseconds, size_bytes
+from penstock.model.parameter import microseconds, refused, size_bytes
 from penstock.model.topic import check_topic
 from penstock.pipelines.plan import Topics
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
-T = TypeVar("T")
 # Spark's own, which reach every source and sink.
 SPARKS = {
     "path", "checkpointlocation", "queryname", "outputmode", "__partition_columns",
@@ -52,17 +50,22 @@ ANSWERS = {
     "startingoffsetsbytimestamp": 'give `start` a time for each partition, {"orders": {"0": "2026-11-16T08:00:00Z"}}',
     "endingoffsetsbytimestamp": 'give `end` a time for each partition, {"orders": {"0": "2026-11-16T08:00:00Z"}}',
     "startingoffsetsbytimestampstrategy": "leave it out: a time behind the last event means the end",
+    "fetchoffset.numretries": "leave it out: a query asks the bus for its ends, and tries again by itself",
+    "fetchoffset.retryintervalms": "leave it out: a query asks the bus for its ends, and tries again by itself",
+    "kafkaconsumer.polltimeoutms": "leave it out: there is no Kafka client below",
 }
 LATEST, EARLIEST = -1, -2
 """What negative offsets mean, as in Kafka."""
 
 
-SOURCES = {
-    "url", "topics", "exclude", "start", "end", "columns", "schema", "lateafter", "maxeventspertrigger",
-    "maxbytespertrigger", "mineventspertrigger", "maxtriggerdelay", "eventspertask", "onexpired", "pushdown",
+# As they are written; Spark tells them in small letters.
+_SOURCE = (
+    "url", "topics", "exclude", "start", "end", "columns", "schema", "lateAfter", "maxEventsPerTrigger",
+    "maxBytesPerTrigger", "minEventsPerTrigger", "maxTriggerDelay", "eventsPerTask", "onExpired", "pushdown",
     "token",
-}  # fmt: skip
-SINKS = {"url", "topic", "queryid", "batchid", "codec", "maxtransactionbytes", "plans", "token"}
+)  # fmt: skip
+_SINK = ("url", "topic", "queryId", "batchId", "codec", "maxTransactionBytes", "plans", "token")
+SOURCES, SINKS = ({name.lower() for name in names} for names in (_SOURCE, _SINK))
 _TABLE = "penstock "
 """Begins the comment of a column that keeps the options of a table."""
 
@@ -122,49 +125,39 @@ def source_options(options: Mapping[str, str]) -> SourceOptions:
     Traceback (most recent call last):
     penstock.model.errors.InvalidInput: the source has no option 'topic'. Did you mean 'topics'? ...
     """
-    given = _Given(options, "source", SOURCES, KAFKAS)
-    columns = tuple(name.strip() for name in given.take("columns", str, "").split(","))
+    given = _Given(options, "source", _SOURCE, KAFKAS)
+    columns = tuple(name.strip() for name in given.take("columns", _text, "").split(","))
     return SourceOptions(
         url=given.url(),
-        topics=Topics.of(given.take("topics", str, "#"), given.take("exclude", str, "")),
-        start=given.take("start", str, "earliest"),
-        end=given.take("end", str, "latest"),
+        topics=Topics.of(given.take("topics", _text, "#"), given.take("exclude", _text, "")),
+        start=given.take("start", _text, "earliest"),
+        end=given.take("end", _text, "latest"),
         columns=tuple(filter(None, columns)),
-        schema=given.take("schema", str, None),
-        late_after_us=given.take("lateafter", partial(microseconds, "lateAfter"), None),
-        max_events_per_trigger=given.take(
-            "maxeventspertrigger", _count("maxEventsPerTrigger"), None
-        ),
-        max_bytes_per_trigger=given.take(
-            "maxbytespertrigger", partial(size_bytes, "maxBytesPerTrigger"), None
-        ),
-        min_events_per_trigger=given.take(
-            "mineventspertrigger", _count("minEventsPerTrigger"), None
-        ),
-        max_trigger_delay_us=given.take(
-            "maxtriggerdelay", partial(microseconds, "maxTriggerDelay"), 15 * 60 * 1_000_000
-        ),
-        events_per_task=given.take("eventspertask", _count("eventsPerTask"), 500_000),
-        on_expired=given.take("onexpired", _on_expired, "fail"),
+        schema=given.take("schema", _text, None),
+        late_after_us=given.take("lateAfter", microseconds, None),
+        max_events_per_trigger=given.take("maxEventsPerTrigger", _positive, None),
+        max_bytes_per_trigger=given.take("maxBytesPerTrigger", size_bytes, None),
+        min_events_per_trigger=given.take("minEventsPerTrigger", _positive, None),
+        max_trigger_delay_us=given.take("maxTriggerDelay", microseconds, 15 * 60 * 1_000_000),
+        events_per_task=given.take("eventsPerTask", _positive, 500_000),
+        on_expired=given.take("onExpired", _on_expired, "fail"),
         pushdown=given.take("pushdown", _truth, None),
-        token=given.take("token", str, None),
+        token=given.take("token", _text, None),
     )
 
 
 def sink_options(options: Mapping[str, str]) -> SinkOptions:
     """Read a sink's options."""
-    given = _Given(options, "sink", SINKS)
+    given = _Given(options, "sink", _SINK)
     return SinkOptions(
         url=given.url(),
-        topic=given.take("topic", str, None),
-        query_id=given.take("queryid", str, None),
-        batch_id=given.take("batchid", str, None),
+        topic=given.take("topic", _text, None),
+        query_id=given.take("queryId", _text, None),
+        batch_id=given.take("batchId", _text, None),
         codec=given.take("codec", _codec, "raw"),
-        max_transaction_bytes=given.take(
-            "maxtransactionbytes", partial(size_bytes, "maxTransactionBytes"), 128 << 20
-        ),
-        plans=given.take("plans", check_topic, "spark.plans"),
-        token=given.take("token", str, None),
+        max_transaction_bytes=given.take("maxTransactionBytes", size_bytes, 128 << 20),
+        plans=given.take("plans", _topic, "spark.plans"),
+        token=given.take("token", _text, None),
     )
 
 
@@ -202,10 +195,11 @@ class _Given:
         self,
         options: Mapping[str, str],
         what: str,
-        known: set[str],
+        written: Sequence[str],
         same: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._values: dict[str, str] = {}
+        known = {name.lower(): name for name in written}
         for given, text in options.items():
             # A table keeps what it was made with under names of its own, beside the plain ones.
             name = given.removeprefix("option.")
@@ -216,7 +210,7 @@ class _Given:
                     f"as {name!r}. Leave one of them out",
                     option=name,
                 )
-            if low in known | SPARKS:
+            if low in known or low in SPARKS:
                 continue
             if low in ANSWERS or low.startswith("kafka."):
                 answer = ANSWERS.get(low, "leave it out: there is no Kafka client below")
@@ -225,8 +219,8 @@ class _Given:
                     option=name,
                 )
             raise InvalidInput(
-                f"the {what} has no option {name!r}. {did_you_mean(name.lower(), known)}It has "
-                f"{', '.join(sorted(known))}",
+                f"the {what} has no option {name!r}. {did_you_mean(name, written)}It has "
+                f"{', '.join(sorted(written))}",
                 option=name,
             )
 
@@ -240,47 +234,45 @@ class _Given:
             )
         return url.removeprefix("file:") if url.startswith("file:") else url
 
-    def take(self, name: str, read: Callable[[str], Any], otherwise: Any) -> Any:
-        text = self._values.get(name)
-        if text is None:
-            return otherwise
-        try:
-            return read(text)
-        except ValueError as error:
-            raise InvalidInput(
-                f"option {name!r} is {text!r}: {error}", option=name, value=text
-            ) from None
+    def take(self, name: str, read: Callable[[str, str], Any], otherwise: Any) -> Any:
+        """The value of an option, or `otherwise`; `read` gets its name for what it refuses."""
+        text = self._values.get(name.lower())
+        return otherwise if text is None else read(name, text)
 
 
-def _count(name: str) -> Callable[[str], int]:
-    def read(text: str) -> int:
-        return count(name, int(text) if text.isdecimal() else text, least=1)
-
-    return read
+def _text(_: str, text: str) -> str:
+    return text
 
 
-def _on_expired(text: str) -> str:
+def _positive(name: str, text: str) -> int:
+    if not re.fullmatch(r"\s*0*[1-9][0-9]{0,17}\s*", text):
+        raise refused(name, "a whole number of 1 or more", text)
+    return int(text)
+
+
+def _on_expired(name: str, text: str) -> str:
     """Kafka's `failOnDataLoss` is true or false."""
-    chosen = _one_of("fail", "skip", "true", "false")(text)
+    chosen = _one_of(name, text, "fail", "skip", "true", "false")
     return {"true": "fail", "false": "skip"}.get(chosen, chosen)
 
 
-def _codec(name: str) -> str:
-    codecs.get(name)
-    return name
+def _codec(_: str, text: str) -> str:
+    codecs.get(text)
+    return text
 
 
-def _truth(text: str) -> bool:
-    return _one_of("true", "false")(text) == "true"
+def _topic(_: str, text: str) -> str:
+    return check_topic(text)
 
 
-def _one_of(*allowed: str) -> Callable[[str], str]:
-    def read(text: str) -> str:
-        if text.lower() not in allowed:
-            raise ValueError(f"give one of {', '.join(allowed)}")
-        return text.lower()
+def _truth(name: str, text: str) -> bool:
+    return _one_of(name, text, "true", "false") == "true"
 
-    return read
+
+def _one_of(name: str, text: str, *allowed: str) -> str:
+    if text.lower() not in allowed:
+        raise refused(name, f"one of {', '.join(allowed)}", text)
+    return text.lower()
 
 
 def offsets_of(text: str) -> dict[tuple[str, int], int | str] | None:

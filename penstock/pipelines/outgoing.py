@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -26,6 +27,9 @@ from penstock.model.errors import (
 from penstock.pipelines.connection import Connection, is_broker
 from penstock.pipelines.failpoint import failpoint
 from penstock.pipelines.parts import ROW_BYTES, Plan, Rows
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import StructType
 
 ENVELOPE = ("key", "headers", "event_time", "codec")
 JSON = "json"
@@ -93,8 +97,21 @@ class Batch:
     """The topic where the plan of such a batch is recorded."""
 
 
-def check_columns(names: list[str], topic: str | None) -> None:
+# Types of the sink's columns, by the names that Spark's simpleString gives them.
+COLUMN_TYPES = {
+    "payload": ("binary", "string"),
+    "topic": ("string",),
+    "key": ("binary", "string"),
+    "headers": ("map<string,string>", "void"),
+    "event_time": ("timestamp", "timestamp_ntz", "date", "void"),
+    "codec": ("string",),
+    "partition": ("int", "smallint", "tinyint", "bigint", "void"),
+}
+
+
+def check_columns(schema: StructType, topic: str | None) -> None:
     """Refuse rows that cannot become events, before the first of them is made."""
+    names = schema.names
     unknown = sorted(set(names) - {"topic", "payload", *TAKEN})
     if "payload" not in names:
         raise InvalidInput(
@@ -108,6 +125,16 @@ def check_columns(names: list[str], topic: str | None) -> None:
         )
     if topic is None and "topic" not in names:
         raise InvalidInput("rows need a `topic` column, or the sink the option `topic`")
+    for column in schema:
+        wanted, found = COLUMN_TYPES[column.name], column.dataType.simpleString()
+        plain = "string" if found.startswith(("char(", "varchar(", "string ")) else found
+        if plain not in wanted:
+            may_be = " or ".join(each.upper() for each in wanted if each != "void")
+            raise InvalidInput(
+                f"the column {column.name!r} is {found.upper()}, and the sink takes {may_be}; nothing was "
+                f"published. Make it one, for example with CAST({column.name} AS {wanted[0].upper()})",
+                column=column.name,
+            )
 
 
 def drafts(
@@ -184,8 +211,9 @@ class Outlet(Connection):
         return self.wait(self._publish(rows, batch))
 
     async def _publish(self, rows: Callable[[], Iterator[pa.RecordBatch]], batch: Batch) -> bool:
-        if sum(each.nbytes + each.num_rows * ROW_BYTES for each in rows()) <= batch.limit_bytes:
-            if await self._transact(batch.name, drafts(rows(), batch.topic, batch.codec)):
+        size = sum(each.nbytes + each.num_rows * ROW_BYTES for each in rows())
+        if size <= batch.limit_bytes:
+            if size and await self._transact(batch.name, drafts(rows(), batch.topic, batch.codec)):
                 return True
             try:
                 plan = await self._recorded(batch)

@@ -135,9 +135,18 @@ def _started(master: str, name: str, given: Mapping[str, str], verbose: bool) ->
         gateway = launch(conf, find_java(), verbose=verbose)
     context = SparkContext(conf=conf, gateway=gateway)
     context.setLogLevel("INFO" if verbose else "WARN")
+    _hush(verbose)
     if threads_of(master) is None:
         _ship(context)
     return SparkSession.builder.getOrCreate()
+
+
+def _hush(verbose: bool) -> None:
+    """Errors of queries are raised; PySpark prints some on stderr before, with Java's stack as JSON."""
+    from pyspark.logger import PySparkLogger
+
+    for name in ("SQLQueryContextLogger", "DataFrameQueryContextLogger"):
+        PySparkLogger.getLogger(name).disabled = not verbose
 
 
 def _ship(context: SparkContext) -> None:

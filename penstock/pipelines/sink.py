@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pyarrow as pa
 from pyspark import TaskContext
@@ -19,6 +20,7 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import StructType
 
+from penstock.log.recovery import ABOUT
 from penstock.model.errors import InvalidInput, PayloadTooLarge
 from penstock.pipelines.connection import is_broker
 from penstock.pipelines.failpoint import failpoint
@@ -34,7 +36,7 @@ class Delivery:
     """How rows of one write get onto a bus."""
 
     def __init__(self, options: SinkOptions, schema: StructType) -> None:
-        check_columns(schema.names, options.topic)
+        check_columns(schema, options.topic)
         self.options = options
         self.staging = Staging.of(options.url)
 
@@ -50,10 +52,15 @@ class Delivery:
         if not staged:
             return
         failpoint("sink.before-commit")
-        if any(each.rows for each in staged):
+        # Without rows too: an attempt that had some may have published a part of them.
+        if any(each.rows for each in staged) or self._may_hold_a_part():
             self._publish(staged)
         failpoint("sink.after-commit")
         self.forget(messages)
+
+    def _may_hold_a_part(self) -> bool:
+        """Whether there is a bus at all; a batch without rows makes none."""
+        return is_broker(self.options.url) or (Path(self.options.url) / ABOUT).exists()
 
     def _publish(self, staged: Sequence[Staged]) -> None:
         chosen = self.options

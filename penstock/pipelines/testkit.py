@@ -41,7 +41,8 @@ NO_TOPIC = "test.rows"
 TIMES = ("append_time", "event_time")
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 FIRST_APPEND = datetime(2026, 1, 1, tzinfo=UTC)
-"""Append time of the first row that names none; each row after it is a millisecond younger."""
+"""Append time of the first row that names none; each row after it is a millisecond younger. A row
+whose event time is newer was appended then: it would count as one from the future otherwise."""
 
 
 class _Filler:
@@ -63,6 +64,8 @@ class _Filler:
         self._next[topic, partition] = offset + 1
         row = {**row, **{name: _moment(name, row[name]) for name in TIMES if name in row}}
         appended = row.get("append_time", FIRST_APPEND + timedelta(milliseconds=self._rows))
+        if "append_time" not in row and "event_time" in row:
+            appended = max(appended, row["event_time"])
         self._rows += 1
         place = f"{topic}/{partition}/{offset}".encode()
         filled = {

@@ -26,7 +26,7 @@ def bus_url(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 def stored(url: str, pattern: str = "#") -> list[penstock.Event]:
     with penstock.connect_sync(url if "://" in url else f"{url}?mode=ro") as bus:
-        return [event._target for event in bus.replay(pattern)]
+        return list(bus.replay(pattern))
 
 
 def rows(spark: Any, count: int = 100) -> Any:

@@ -111,6 +111,15 @@ def test_what_is_wrong_comes_without_a_traceback_before_it(spark, folder, tmp_pa
     assert "Traceback" not in text
 
 
+def test_spark_prints_nothing_before_an_error_is_raised(spark, folder, capfd) -> None:
+    """F10: Java's stack as JSON, of a column that is misspelt and of a table that is not there."""
+    events = spark.read.format("penstock").options(url=folder, topics="a").load()
+    for wrong in (lambda: events.select("topik"), lambda: spark.sql("SELECT * FROM nowhere")):
+        with pytest.raises(Exception, match=r"UNRESOLVED_COLUMN|TABLE_OR_VIEW_NOT_FOUND"):
+            wrong()
+    assert "Exception" not in "".join(capfd.readouterr())
+
+
 def test_the_traceback_of_a_users_own_function_stays(spark, folder) -> None:
     from pyspark.sql.functions import udf
 

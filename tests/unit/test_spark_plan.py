@@ -224,21 +224,20 @@ def test_an_unknown_option_is_named_with_the_nearest_one() -> None:
         source_options({"url": "data", "startt": "latest"})
     with pytest.raises(InvalidInput, match=r"no option 'topics'\. Did you mean 'topic'"):
         sink_options({"url": "data", "topics": "orders"})
+    with pytest.raises(InvalidInput, match=r"Did you mean 'eventsPerTask'"):  # as Spark tells it
+        source_options({"url": "data", "eventspertasks": "5"})
 
 
 @pytest.mark.parametrize(
     ("name", "text", "why"),
     [
-        ("maxEventsPerTrigger", "0", "maxEventsPerTrigger is a whole number from 1 up, not 0"),
-        (
-            "maxEventsPerTrigger",
-            "many",
-            "maxEventsPerTrigger is a whole number from 1 up, not 'many'",
-        ),
-        ("maxBytesPerTrigger", "much", "maxBytesPerTrigger is an amount of bytes"),
-        ("maxTriggerDelay", "nan", "maxTriggerDelay is a duration"),
-        ("onExpired", "ignore", "fail, skip"),
-        ("lateAfter", "soon", "lateAfter is a duration"),
+        ("maxEventsPerTrigger", "0", "maxEventsPerTrigger is a whole number of 1 or more, not '0'"),
+        ("eventspertask", "many", "eventsPerTask is a whole number of 1 or more, not 'many'"),
+        ("eventsPerTask", "2.5", "eventsPerTask is a whole number"),
+        ("maxBytesPerTrigger", "some", "maxBytesPerTrigger is an amount of bytes .*, not 'some'"),
+        ("onExpired", "ignore", "onExpired is one of fail, skip"),
+        ("lateAfter", "soon", "lateAfter is a duration .*, not 'soon'"),
+        ("maxTriggerDelay", "nan", "maxTriggerDelay is a duration .*, not 'nan'"),
         ("topics", "a..b", "a..b"),
         ("pushdown", "perhaps", "true, false"),
     ],
@@ -252,6 +251,9 @@ def test_options_are_found_whatever_their_case_and_the_path_is_the_url() -> None
     found = source_options({"PATH": "file:/data", "MAXEVENTSPERTRIGGER": "5", "columns": "key, id"})
     assert (found.url, found.max_events_per_trigger) == ("/data", 5)
     assert found.columns == ("key", "id")
+    assert (
+        source_options({"url": "d", "maxBytesPerTrigger": "1MiB"}).max_bytes_per_trigger == 1 << 20
+    )
     with pytest.raises(InvalidInput, match="where is the bus"):
         source_options({"topics": "#"})
 

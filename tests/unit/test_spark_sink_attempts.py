@@ -18,6 +18,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from pyspark.sql import types
 from pyspark.sql.pandas.types import from_arrow_schema
 
 import penstock
@@ -178,6 +179,33 @@ def test_other_rows_are_refused_while_a_batch_is_there_in_part(url: str) -> None
     assert Counter(stored(url)) == Counter(row["payload"] for row in rows(400))
 
 
+def test_no_rows_at_all_are_refused_while_a_batch_is_there_in_part(url: str) -> None:
+    """F1: the query went on, and the rest of the batch was lost."""
+    killed(url, "sink.part-published:1", 1)
+    before = stored(url)
+    with pytest.raises(BatchChanged, match=r"begun with 400 rows.*this attempt has 0 rows"):
+        attempt(url, [[], []])
+    assert stored(url) == before
+    attempt(url, [rows(400)])
+    attempt(url, [[]])  # it is complete, so it is skipped
+    assert Counter(stored(url)) == Counter(row["payload"] for row in rows(400))
+
+
+def test_a_batch_without_rows_makes_no_folder(tmp_path: Path) -> None:
+    attempt(str(tmp_path / "data"), [[], []])
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_batch_is_there_once_when_its_retry_goes_through_a_broker(tmp_path: Path) -> None:
+    """F1: the folder and its broker are one bus, for batches that are whole and for those in parts."""
+    url = str(tmp_path / "data")
+    killed(url, "sink.part-published:3", 1)
+    with BrokerProcess(tmp_path / "data") as broker:
+        for seed in (2, 3):
+            attempt(broker.url(), dealt(rows(400), random.Random(seed)))
+            assert Counter(stored(broker.url())) == Counter(row["payload"] for row in rows(400))
+
+
 def test_rows_of_one_key_keep_their_order_in_a_batch_of_several_parts(url: str) -> None:
     given = rows(600)
     attempt(url, [given], maxTransactionBytes="9000")
@@ -227,3 +255,32 @@ def test_a_payload_that_is_not_the_json_it_is_said_to_be_is_named(url: str) -> N
     with pytest.raises(InvalidInput, match=r"payload b'\{0' of the row with .*k0.* is not JSON"):
         attempt(url, [bad], codec="json")
     assert stored(url) == []
+
+
+@pytest.mark.parametrize(
+    ("column", "kind", "takes"),
+    [
+        ("payload", types.LongType(), "BINARY or STRING"),
+        ("key", types.LongType(), "BINARY or STRING"),
+        ("key", types.NullType(), "BINARY or STRING"),
+        ("topic", types.LongType(), "STRING"),
+        ("codec", types.BinaryType(), "STRING"),
+        ("partition", types.StringType(), "INT or"),
+        ("event_time", types.StringType(), "TIMESTAMP or"),
+        ("headers", types.ArrayType(types.StringType()), "MAP<STRING,STRING>"),
+    ],
+)
+def test_a_column_of_another_type_is_named_before_any_row_is_made(
+    column: str, kind: Any, takes: str, tmp_path: Path
+) -> None:
+    """F10: some ended in a traceback of Arrow's, when all tasks were done."""
+    schema = types.StructType().add("payload", types.StringType()).add("topic", types.StringType())
+    fields = [each for each in schema if each.name != column]
+    given = types.StructType([*fields, types.StructField(column, kind)])
+    source = PenstockSource({"url": str(tmp_path / "data")})
+    for write in (source.writer, source.streamWriter):
+        with pytest.raises(
+            InvalidInput, match=f"column '{column}' is .*, and the sink takes {takes}"
+        ):
+            write(given, False)
+    assert source.writer(schema, False)

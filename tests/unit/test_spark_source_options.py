@@ -15,7 +15,12 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable
 from pyspark.sql.types import LongType, StructField, StructType
 
 import penstock
-from penstock.model.errors import InvalidInput, PenstockError, UnknownTopic
+from penstock.model.errors import (
+    InvalidInput,
+    NotADataFolder,
+    PenstockError,
+    UnknownTopic,
+)
 from penstock.pipelines.plan import Place
 from penstock.pipelines.source import PenstockSource
 
@@ -69,7 +74,7 @@ def test_each_partition_can_begin_at_a_time_of_its_own(folder: str) -> None:
     assert begins(folder, topics="a", start=start) == {"a": {"0": 0, "1": 4}}
     start = json.dumps({"a": {"0": "latest", "1": 2}})
     assert begins(folder, topics="a", start=start) == {"a": {"0": 4, "1": 2}}
-    with pytest.raises(PenstockError, match=r"start is .* a time"):
+    with pytest.raises(PenstockError, match=r"start is .*, not 'soon'"):
         begins(folder, topics="a", start='{"a": {"0": "soon"}}')
 
 
@@ -124,6 +129,16 @@ def test_kafkas_names_of_options_are_taken(folder: str) -> None:
     assert [str(part) for part in task.parts] == ["b/0/0..2"]
 
 
+def test_a_url_that_is_no_bus_is_named(tmp_path: Path) -> None:
+    """F10: a Kafka address was taken for an empty folder, with the advice to choose an empty one."""
+    for url in ("localhost:9092", str(tmp_path / "nowhere"), str(tmp_path)):
+        with pytest.raises(
+            NotADataFolder, match=f"nothing to read: '{url}' .* penstock://host:port"
+        ):
+            begins(url)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("name", "answer"),
     [
@@ -135,6 +150,8 @@ def test_kafkas_names_of_options_are_taken(folder: str) -> None:
         ("startingTimestamp", "give `start` a time"),
         ("startingOffsetsByTimestamp", "a time for each partition"),
         ("includeHeaders", "always there"),
+        ("fetchOffset.numRetries", "leave it out"),
+        ("kafkaConsumer.pollTimeoutMs", "no Kafka client"),
     ],
 )
 def test_kafkas_other_options_are_answered_with_ours(folder: str, name: str, answer: str) -> None:

@@ -33,18 +33,24 @@ class Params(msgspec.Struct, forbid_unknown_fields=True):
     """By tenant; `*` is for all others."""
 
 
-@pipeline("usage", reads="#", writes=TOPIC, params=Params, columns="topic,tenant,append_time,key,payload")  # fmt: skip
+@pipeline(
+    "usage",
+    reads="#",
+    # Its own rows are no usage of a tenant, and would give rise to more of them.
+    exclude=f"{TOPIC}.#",
+    writes=TOPIC,
+    params=Params,
+    columns="tenant,append_time,key,payload",
+)
 def usage(events: DataFrame, params: Params) -> DataFrame:
     """Events and bytes by tenant and hour of appending, and how much of the quota they are.
 
     Bytes are those of payloads and keys. A stream writes an hour once, when it is over.
     """
-    # Its own rows are no usage of a tenant, and would give rise to more of them.
-    foreign = events.where(~sql.col("topic").startswith(f"{TOPIC}."))
-    if foreign.isStreaming:
-        foreign = foreign.withWatermark("append_time", SETTLED)
+    if events.isStreaming:
+        events = events.withWatermark("append_time", SETTLED)
     size = sql.length("payload") + sql.coalesce(sql.length("key"), sql.lit(0))
-    hours = foreign.groupBy("tenant", sql.window("append_time", "1 hour").alias("hour")).agg(
+    hours = events.groupBy("tenant", sql.window("append_time", "1 hour").alias("hour")).agg(
         sql.count("*").alias("events"), sql.sum(size.cast("BIGINT")).alias("bytes")
     )
     return _against(hours, params.quotas)
