@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock.engines")
 
-# Most journal bytes in one sealing job: what the sealer holds in memory.
-JOB_BYTES = 512 << 20
+# Most journal bytes in one sealing job, a whole file at the least: what the sealer maps into memory.
+JOB_BYTES = 256 << 20
 # With a bound on the folder, a job takes this share of it at most, and a journal file at least:
 # while it is under way both the journal and what becomes of it lie there.
 JOB_SHARE = 4
