@@ -246,13 +246,20 @@ class Housekeeper:
         job = asyncio.ensure_future(work)
         try:
             while reclaim and not job.done():
-                await asyncio.wait({job}, timeout=RECLAIM_S)
+                await self._woken_or(job)
                 if not job.done():
                     await self._throw_out()
                     await self._retain()
             return await job
         finally:
             job.cancel()
+
+    async def _woken_or(self, job: asyncio.Future[Result]) -> None:
+        """Until a journal file was closed, the job is done, or it is time to look."""
+        woken = asyncio.ensure_future(self._wake.wait())
+        await asyncio.wait({job, woken}, timeout=RECLAIM_S, return_when=asyncio.FIRST_COMPLETED)
+        woken.cancel()
+        self._wake.clear()
 
     def _apply(self, added: list[SegmentInfo], removed: list[int], sealed_to: int | None) -> None:
         self._engine.log.manifest.apply(
