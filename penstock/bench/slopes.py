@@ -150,7 +150,11 @@ async def joining(place: Path, count: int) -> float:
 
 async def burying(place: Path, count: int) -> float:
     """KB of state that stay of so many dead letters when retention took their copies."""
-    settings = {"retention.age_s": 1.0, "sealing.process": False, "sealing.grace_s": 0.0}
+    settings: dict[str, Any] = {
+        "retention.age_s": 1.0,
+        "sealing.process": False,
+        "sealing.grace_s": 0.0,
+    }
     async with penstock.connect(place, **settings) as bus:
         async with bus.subscribe("work", group="g", retry=penstock.Retry.none()) as events:
             await bus.publish_many("work", [b"x"] * count)
@@ -239,7 +243,7 @@ WARM_SESSIONS = 500
 
 async def folder(place: Path, megabytes: int) -> float:
     """The most MB on disk while so many are published at full rate, with a bound of 64 MiB."""
-    settings = {"retention.max_bytes": BOUND_BYTES, "journal.file_bytes": 8 * MIB}
+    settings: dict[str, Any] = {"retention.max_bytes": BOUND_BYTES, "journal.file_bytes": 8 * MIB}
     settings |= {"sealing.grace_s": 60, "sealing.target_segment_bytes": 4 * MIB}
     async with penstock.connect(place, **settings) as bus:
         with largest(lambda: disk_bytes(place) / 1e6) as peak:

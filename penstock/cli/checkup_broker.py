@@ -126,7 +126,7 @@ def _judged(found: dict[str, Any]) -> Iterator[Check]:
             for part, why in found.get("troubles", {}).items()
         ),
         *(
-            Check("broker state", "warn", f"{each['refused']} publishes of tenant {each['tenant'] or '?'} were {each['kind']}, some within the last minute: {each['limit']} is reached", "docs/reference/admission.md says what each limit is; raise it, or slow the tenant down")
+            Check("broker state", "warn", f"{each['refused']} publishes of tenant {each['tenant'] or '?'} were {each['kind']}, some within the last minute: {each['limit']} is reached", "`penstock docs admission` says what each limit is; raise it, or slow the tenant down")
             for each in found.get("refusing", ())
         ),
         *(

@@ -257,7 +257,8 @@ class Housekeeper:
     async def _woken_or(self, job: asyncio.Future[Result]) -> None:
         """Until a journal file was closed, the job is done, or it is time to look."""
         woken = asyncio.ensure_future(self._wake.wait())
-        await asyncio.wait({job, woken}, timeout=RECLAIM_S, return_when=asyncio.FIRST_COMPLETED)
+        either: set[asyncio.Future[Any]] = {job, woken}
+        await asyncio.wait(either, timeout=RECLAIM_S, return_when=asyncio.FIRST_COMPLETED)
         woken.cancel()
         self._wake.clear()
 

@@ -14,9 +14,8 @@ def peak_bytes_of_children() -> int:
     found = [0]
     for task in Path("/proc/self/task").glob("*/children"):
         for pid in task.read_text().split():
-            for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-                if line.startswith("VmHWM"):
-                    found.append(int(line.split()[1]) << 10)
+            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+            found += [int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM")]
     return max(found)
 
 
