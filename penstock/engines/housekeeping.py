@@ -258,8 +258,10 @@ class Housekeeper:
         """Until a journal file was closed, the job is done, or it is time to look."""
         woken = asyncio.ensure_future(self._wake.wait())
         either: set[asyncio.Future[Any]] = {job, woken}
-        await asyncio.wait(either, timeout=RECLAIM_S, return_when=asyncio.FIRST_COMPLETED)
-        woken.cancel()
+        try:
+            await asyncio.wait(either, timeout=RECLAIM_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            woken.cancel()
         self._wake.clear()
 
     def _apply(self, added: list[SegmentInfo], removed: list[int], sealed_to: int | None) -> None:
