@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 COMMANDS = (
     "publish", "consume", "tail", "replay", "request", "reply", "topic", "group", "route", "schedule", "dlq", "audit",
-    "session", "tenant", "pipeline", "table", "config", "doctor", "docs", "bench", "demo", "showcase", "completion", "up", "token",
+    "session", "tenant", "pipeline", "table", "config", "doctor", "docs", "bench", "demo", "showcase", "completion", "up", "token", "key",
 )  # fmt: skip
 """Each is a module of this package with a `command` in it, imported when it is asked for."""
 

@@ -44,6 +44,39 @@ def check_client_tls(settings: Settings) -> Iterator[Check]:
         yield Check("client tls", "ok", f"brokers are checked with {client.tls_ca}")
 
 
+def check_secrets(settings: Settings) -> Iterator[Check]:
+    """The files with tokens and secrets: nobody but their owner reads them."""
+    files = {
+        "auth.jwt_secret_file": settings.auth.jwt_secret_file,
+        "auth.admin_token_file": settings.auth.admin_token_file,
+        "client.token_file": settings.client.token_file,
+    }
+    for name, path in files.items():
+        if path and Path(path).exists():
+            yield _check_private("secrets", Path(path)) or Check("secrets", "ok", f"{name}: {path}")
+
+
+def check_settings_file(path: str | None) -> Iterator[Check]:
+    """A settings file that holds secrets itself: nobody but its owner reads it."""
+    from penstock.model.loader import load
+
+    if not path:
+        return
+    settings = load(path)
+    held = [
+        settings.auth.jwt_secret, settings.auth.admin_token, settings.client.token,
+        settings.server.curve_secret_key, settings.client.curve_secret_key,
+    ]  # fmt: skip
+    if any(held) and (warning := _check_private("secrets", Path(path))):
+        yield warning
+
+
+def _check_private(name: str, path: Path) -> Check | None:
+    if path.stat().st_mode & 0o077:
+        return Check(name, "warn", f"{path} can be read by others", f"chmod 600 {path}")
+    return None
+
+
 def _require_readable(settings: Settings, group: str, fields: tuple[str, ...]) -> None:
     for field in fields:
         path = getattr(getattr(settings, group), field)
@@ -56,9 +89,8 @@ def _require_readable(settings: Settings, group: str, fields: tuple[str, ...]) -
 
 def _check_pair(name: str, group: str, certificate: str, key: str) -> Iterator[Check]:
     yield _check_expiry(name, group, certificate)
-    secret = Path(key or certificate)
-    if secret.stat().st_mode & 0o077:
-        yield Check(name, "warn", f"{secret} can be read by others", f"chmod 600 {secret}")
+    if private := _check_private(name, Path(key or certificate)):
+        yield private
 
 
 def _check_expiry(name: str, group: str, path: str) -> Check:

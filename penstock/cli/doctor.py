@@ -167,6 +167,8 @@ def _examine_network(
     ports = partial(checkup_network.check_ports, settings, running, written)
     yield from guarded("ports", partial(ports, defaults=not is_broker(invocation.url)))
     yield from guarded("access", partial(checkup_network.check_access, settings))
+    yield from guarded("secrets", partial(checkup_keys.check_settings_file, invocation.config))
+    yield from guarded("secrets", partial(checkup_keys.check_secrets, settings))
     yield from guarded("tls", partial(checkup_keys.check_tls, settings))
     yield from guarded("client tls", partial(checkup_keys.check_client_tls, settings))
     yield from guarded("curve", partial(checkup_keys.check_curve, settings))

@@ -41,6 +41,7 @@ def settings_steps(settings: Settings) -> Iterator[Step]:
     """Those that look at nothing but the settings and the files they name."""
     yield "addresses", partial(checkup_network.check_addresses, settings)
     yield "access", partial(checkup_network.check_access, settings)
+    yield "secrets", partial(checkup_keys.check_secrets, settings)
     yield "tls", partial(checkup_keys.check_tls, settings)
     yield "curve", partial(checkup_keys.check_curve, settings)
 

@@ -75,6 +75,7 @@ class Serving:
         raise_limit(self._settings)
         clear_stale_ports(self._folder)
         daemon = Daemon(self._folder, self._settings)
+        watched = asyncio.ensure_future(report_alive())
         with self._signals():
             try:
                 if not await self._start(daemon):
@@ -88,6 +89,7 @@ class Serving:
                 failure = await self._wait(daemon)
                 await self._stop(daemon, failure)
             finally:
+                watched.cancel()
                 remove_ports(self._folder)
         if failure is not None:
             raise failure
@@ -200,6 +202,17 @@ class Serving:
         remove_ports(self._folder)
         self._output.close()
         os._exit(code)
+
+
+async def report_alive() -> None:
+    """Tell systemd that the loop turns, twice in each time that it asks for (WatchdogSec)."""
+    try:
+        every_s = int(os.environ["WATCHDOG_USEC"]) / 2e6
+    except (KeyError, ValueError):
+        return
+    while every_s > 0:
+        notify("WATCHDOG=1")
+        await asyncio.sleep(every_s)
 
 
 def notify(state: str) -> None:

@@ -96,22 +96,25 @@ def _check(invocation: Invocation, folder: Path) -> None:
 
 def _examine(invocation: Invocation, folder: Path) -> Iterator[Check]:
     from penstock.cli.checkup import check_config
+    from penstock.cli.checkup_keys import check_settings_file
     from penstock.cli.preflight import examine
 
     found = list(check_config(invocation))
     yield from found
     if all(check.status != "fail" for check in found):
+        yield from check_settings_file(invocation.config)
         yield from examine(folder, _load(invocation))
 
 
 def _run(invocation: Invocation, folder: Path) -> None:
     from penstock.bus.connect import tell_unknown
+    from penstock.cli.checkup_keys import check_settings_file
     from penstock.cli.preflight import require
     from penstock.cli.serving import Serving
     from penstock.server import logs
 
     settings = _load(invocation)
-    warnings = require(folder, settings)
+    warnings = [*check_settings_file(invocation.config), *require(folder, settings)]
     background = logs.configure(settings.server.log_format, settings.server.log_level)
     tell_unknown()
     for check in warnings:

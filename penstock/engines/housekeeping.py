@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock.engines")
 
-# Most journal bytes in one sealing job: what the sealer holds in memory.
-JOB_BYTES = 512 << 20
+# Most journal bytes in one sealing job, a whole file at the least: what the sealer maps into memory.
+JOB_BYTES = 256 << 20
 # With a bound on the folder, a job takes this share of it at most, and a journal file at least:
 # while it is under way both the journal and what becomes of it lie there.
 JOB_SHARE = 4
@@ -246,7 +246,7 @@ class Housekeeper:
         job = asyncio.ensure_future(work)
         try:
             while reclaim and not job.done():
-                await asyncio.wait({job}, timeout=RECLAIM_S)
+                await self._woken_or(job)
                 if not job.done():
                     await self._throw_out()
                     await self._retain()
@@ -254,6 +254,16 @@ class Housekeeper:
         finally:
             job.cancel()
             await asyncio.wait({job})  # it has a process to stop
+
+    async def _woken_or(self, job: asyncio.Future[Result]) -> None:
+        """Until a journal file was closed, the job is done, or it is time to look."""
+        woken = asyncio.ensure_future(self._wake.wait())
+        either: set[asyncio.Future[Any]] = {job, woken}
+        try:
+            await asyncio.wait(either, timeout=RECLAIM_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            woken.cancel()
+        self._wake.clear()
 
     def _apply(self, added: list[SegmentInfo], removed: list[int], sealed_to: int | None) -> None:
         self._engine.log.manifest.apply(

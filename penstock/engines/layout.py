@@ -225,7 +225,7 @@ class Layout:
         # Append times never run backwards in a partition, whatever the clock does.
         batch.append_time_us = log.last_time_us = max(self._now_us, log.last_time_us)
         if batch.times is None and not batch.time_us:
-            batch.time_us = batch.append_time_us
+            batch.time_us = self._now_us
         if batch.tokens is None and not batch.side_bytes:
             batch.token_base = self._tokens.take(self._now_us // 1_000, batch.count)
         elif batch.explicit_tokens:

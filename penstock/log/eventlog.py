@@ -30,6 +30,8 @@ Place = tuple[str, int]
 MAX_OPEN_SEGMENTS = 64
 # One read takes about this much from files, one batch at least, however many events were asked for.
 READ_BYTES = 16 << 20
+# What a batch in the cache takes beside its columns: most batches of single events are this.
+OBJECT_BYTES = 1_000
 
 
 class InMemory(NamedTuple):
@@ -184,7 +186,7 @@ class EventLog:
 
     def remember(self, batch: EventBatch, log: PartitionLog) -> None:
         """Keep a committed batch at hand for the consumers that are about to ask for it."""
-        size = batch.size_bytes
+        size = batch.size_bytes + OBJECT_BYTES
         log.recent[batch.base_offset] = batch
         self._recent.append((log, batch.base_offset, size))
         self._recent_bytes += size

@@ -18,7 +18,7 @@ from penstock.model.column import Bytes, Strings
 from penstock.model.token import TOKEN_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from penstock.model.batch import EventBatch
 
@@ -58,7 +58,7 @@ def gather(batches: Sequence[EventBatch]) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
 
 
-def gather_groups(batches: Sequence[Sized], group_events: int) -> Iterator[pa.RecordBatch]:
+def gather_groups(batches: Iterable[Sized], group_events: int) -> Iterator[pa.RecordBatch]:
     """All batches as RecordBatches of one row group each, cutting batches where needed."""
     group: list[EventBatch] = []
     events = size = 0

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 import msgspec
 
@@ -19,6 +20,7 @@ from penstock.log.frame import (
     BATCH,
     FILE_HEADER,
     GROUP,
+    HEAD,
     Frame,
     encode_frame,
     frame_bytes,
@@ -28,6 +30,7 @@ from penstock.log.frame import (
 )
 from penstock.log.side import attach
 from penstock.model.batch import EventBatch
+from penstock.model.batch_head import BatchHead
 from penstock.model.checksum import crc32
 from penstock.model.errors import Corrupted, WriterFailed
 from penstock.model.settings import Journal as JournalSettings
@@ -387,16 +390,45 @@ def batches_in(frame: Frame) -> Iterator[tuple[int, memoryview]]:
                 yield inner, body
 
 
-def sealed_batches(disk: Disk, base: int, end: int) -> Iterator[EventBatch]:
+class Packed(NamedTuple):
+    """A batch that is not decoded yet: where it belongs, and how to get it."""
+
+    topic: str
+    partition: int
+    base_offset: int
+    events: int
+    at: int
+    decode: Callable[[int], EventBatch]
+
+    @property
+    def end_offset(self) -> int:
+        """One past the last offset."""
+        return self.base_offset + self.events
+
+    def read(self) -> EventBatch:
+        """The batch itself."""
+        return self.decode(self.at)
+
+
+def sealed_batches(disk: Disk, base: int, end: int) -> Iterator[Packed]:
     """Every batch of one closed journal file, for the sealer; a bad frame raises Corrupted."""
     file = disk.open(file_name(base))
     try:
-        view = file.read(0, file.size())
+        view = file.read(0, file.size())  # stays valid when the file is closed
+
+        def decode(at: int) -> EventBatch:
+            return attach(disk, EventBatch.decode(view[at:]))
+
+        names: dict[str, str] = {}
         position = base
         for frame in frames(view, base, base, end):
+            body_at = frame.position - base + HEAD.size
             position = frame.end
-            for _, body in batches_in(frame):
-                yield attach(disk, EventBatch.decode(body))
+            for inner, body in batches_in(frame):
+                head = BatchHead.parse(body)
+                topic = names.setdefault(head.topic, head.topic)
+                at = body_at + inner
+                yield Packed(topic, head.partition, head.base_offset, head.count, at, decode)
         if position != end:
             raise Corrupted(
                 f"{file_name(base)}: no whole entry at {position}, {end - position} bytes before "

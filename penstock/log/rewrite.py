@@ -9,8 +9,9 @@ and compared with what went in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, groupby, pairwise
+from operator import itemgetter
 
 import msgspec
 import numpy as np
@@ -18,15 +19,13 @@ import numpy as np
 from penstock.log.content import ContentHash
 from penstock.log.disk import Disk
 from penstock.log.gather import Sized, gather_groups
+from penstock.log.journal import Packed
 from penstock.log.measure import event_bytes
 from penstock.log.segment import DAY_US, Range, SegmentInfo, write_segment
 from penstock.log.segment_reader import GroupCache, SegmentReader
 from penstock.model.batch import EventBatch
 from penstock.model.errors import Corrupted
 from penstock.model.settings import Sealing
-
-# Reads one closed journal file: (disk, its first position, its end).
-BatchesOf = Callable[[Disk, int, int], Iterator[EventBatch]]
 
 
 class JournalInput(msgspec.Struct, frozen=True):
@@ -56,19 +55,29 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     events: int
 
 
-class Run(msgspec.Struct):
-    """Batches, with their sizes, of one topic, partition and day whose offsets follow each other."""
+# Reads one closed journal file: (disk, its first position, its end).
+BatchesOf = Callable[[Disk, int, int], Iterator[Packed]]
 
-    batches: list[Sized]
-    size_bytes: int
+
+def packed(batches: Iterable[EventBatch]) -> Iterator[Packed]:
+    """Batches that are decoded already, as `run` takes them."""
+    known = list(batches)
+    for at, each in enumerate(known):
+        yield Packed(
+            each.topic, each.partition, each.base_offset, each.count, at, known.__getitem__
+        )
 
 
 def run(disk: Disk, job: Job, batches_of: BatchesOf) -> Result:
-    """Do a rewrite. The inputs stay as they are; the outputs count once the manifest has them."""
+    """Do a rewrite. The inputs stay as they are; the outputs count once the manifest has them.
+
+    What is decoded at a time is a row group, what a file shares and the file itself: a journal file
+    may expand to many times its size.
+    """
     batches, bytes_in = _read_inputs(disk, job, batches_of)
-    events = sum(batch.count for batch in batches)
+    events = sum(each.events for each in batches)
     added: list[SegmentInfo] = []
-    for shared, part in cut_files(list(runs_of(batches)), job.settings):
+    for shared, part in cut_files(runs_of(batches), job.settings):
         groups = gather_groups(part, job.settings.row_group_events)
         number = job.first_id + len(added)
         added.append(
@@ -87,53 +96,54 @@ def run(disk: Disk, job: Job, batches_of: BatchesOf) -> Result:
     )
 
 
-def _read_inputs(disk: Disk, job: Job, batches_of: BatchesOf) -> tuple[list[EventBatch], int]:
-    batches: list[EventBatch] = []
+def _read_inputs(disk: Disk, job: Job, batches_of: BatchesOf) -> tuple[list[Packed], int]:
+    batches: list[Packed] = []
     for part in job.journal:
         batches += batches_of(disk, part.base, part.end)
     for info in job.segments:
         reader = SegmentReader(disk, info)
         try:
-            batches += reader.batches()
+            batches += packed(reader.batches())
         finally:
             reader.close()
     size = sum(part.end - part.base for part in job.journal)
     return batches, size + sum(info.size_bytes for info in job.segments)
 
 
-def runs_of(batches: Sequence[EventBatch]) -> Iterator[Run]:
-    """Sort batches by topic, partition and offset, and cut them into runs.
+def runs_of(batches: Iterable[Packed]) -> Iterator[Iterator[Sized]]:
+    """Sort batches by topic, partition and offset, and cut them into runs; take each before the next.
 
     >>> batches = [EventBatch.build("b", [b"1"]), EventBatch.build("a", [b"2"])]
-    >>> [run.batches[0][0].topic for run in runs_of(batches)]
-    ['a', 'b']
+    >>> [[batch.topic for batch, _ in run] for run in runs_of(packed(batches))]
+    [['a'], ['b']]
     """
-    ordered = sorted(batches, key=lambda each: (each.topic, each.partition, each.base_offset))
-    current: Run | None = None
-    last: EventBatch | None = None
-    for whole in ordered:
-        if last is not None and _lane(last) == _lane(whole) and whole.base_offset < last.end_offset:
+    ordered = sorted(batches, key=lambda each: each[:3])
+    for one, other in pairwise(ordered):
+        if _lane(one) == _lane(other) and other.base_offset < one.end_offset:
             raise Corrupted(
-                f"{whole.topic!r} partition {whole.partition} has offset {whole.base_offset} twice; "
+                f"{other.topic!r} partition {other.partition} has offset {other.base_offset} twice; "
                 "nothing was rewritten and nothing deleted: restore the folder from a backup",
-                topic=whole.topic,
-                partition=whole.partition,
-                offset=whole.base_offset,
+                topic=other.topic,
+                partition=other.partition,
+                offset=other.base_offset,
             )
-        for batch in _split_days(whole):
-            if current is None or last is None or not _follows(last, batch):
-                if current is not None:
-                    yield current
-                current = Run([], 0)
-            size = event_bytes(batch)
-            current.batches.append((batch, size))
-            current.size_bytes += size
+    for _, run in groupby(_numbered(ordered), key=itemgetter(0)):
+        yield (sized for _, sized in run)
+
+
+def _numbered(ordered: Iterable[Packed]) -> Iterator[tuple[int, Sized]]:
+    """Each batch, cut at midnight, with the number of its run."""
+    number = 0
+    last: EventBatch | None = None
+    for each in ordered:
+        for batch in _split_days(each.read()):
+            if last is not None and not _follows(last, batch):
+                number += 1
+            yield number, (batch, event_bytes(batch))
             last = batch
-    if current is not None:
-        yield current
 
 
-def _lane(batch: EventBatch) -> tuple[str, int]:
+def _lane(batch: EventBatch | Packed) -> tuple[str, int]:
     return batch.topic, batch.partition
 
 
@@ -157,43 +167,69 @@ def _split_days(batch: EventBatch) -> list[EventBatch]:
     return [batch.slice(start, stop) for start, stop in pairwise(bounds)]
 
 
-def cut_files(runs: Sequence[Run], settings: Sealing) -> Iterator[tuple[bool, list[Sized]]]:
-    """Decide which file every batch goes to: yields (shared, batches) for each file.
+def cut_files(
+    runs: Iterable[Iterator[Sized]], settings: Sealing
+) -> Iterator[tuple[bool, Iterator[Sized]]]:
+    """Decide which file every batch goes to: yields (shared, batches) for each; take each before the next.
 
     Files of one topic have at least `min_segment_bytes`, shared ones at least
     `target_segment_bytes` but for the last, so a rewrite leaves at most one small file.
     """
+    for (_, shared), part in groupby(_placed(runs, settings), key=itemgetter(0, 1)):
+        yield shared, (sized for _, _, sized in part)
+
+
+def _placed(
+    runs: Iterable[Iterator[Sized]], settings: Sealing
+) -> Iterator[tuple[int, bool, Sized]]:
+    """Each batch with the number of its file, and whether topics share it."""
+    number = 0
     shared: list[Sized] = []
-    size = 0
-    for each in runs:
-        if each.size_bytes >= settings.min_segment_bytes:
-            for part in _cut_run(each, settings):
-                yield False, part
+    for run in runs:
+        head = _up_to(run, settings.min_segment_bytes)
+        if _size(head) >= settings.min_segment_bytes:
+            for begins, sized in _cut_run(chain(head, run), settings):
+                number += begins
+                yield number, False, sized
             continue
-        shared += each.batches
-        size += each.size_bytes
-        if size >= settings.target_segment_bytes:
-            yield True, shared
-            shared, size = [], 0
-    if shared:
-        yield True, shared
+        shared += head
+        if _size(shared) >= settings.target_segment_bytes:
+            number += 1
+            yield from ((number, True, sized) for sized in shared)
+            shared = []
+    yield from ((number + 1, True, sized) for sized in shared)
 
 
-def _cut_run(run: Run, settings: Sealing) -> Iterator[list[Sized]]:
-    part: list[Sized] = []
-    size = 0
-    left = run.size_bytes
-    for whole in run.batches:
-        for each in _pieces(whole, settings.target_segment_bytes):
-            part.append(each)
+def _cut_run(run: Iterable[Sized], settings: Sealing) -> Iterator[tuple[bool, Sized]]:
+    """Each batch of a large run, and whether a file begins with it."""
+    pieces = (each for whole in run for each in _pieces(whole, settings.target_segment_bytes))
+    size = settings.target_segment_bytes  # as if a file before this run were full
+    while held := _up_to(pieces, settings.min_segment_bytes):
+        # A rest that is too small for a file of its own stays in the one before it.
+        begins = _size(held) >= settings.min_segment_bytes
+        if begins:
+            size = 0
+        for each in held:
+            yield begins, each
+            begins = False
             size += each[1]
-            left -= each[1]
-            # A rest that is too small for a file of its own stays in this one.
-            if size >= settings.target_segment_bytes and left >= settings.min_segment_bytes:
-                yield part
-                part, size = [], 0
-    if part:
-        yield part
+        while size < settings.target_segment_bytes and (following := next(pieces, None)):
+            yield False, following
+            size += following[1]
+
+
+def _up_to(batches: Iterator[Sized], least_bytes: int) -> list[Sized]:
+    """The next batches, until they have so many bytes together or there are no more."""
+    taken: list[Sized] = []
+    size = 0
+    while size < least_bytes and (each := next(batches, None)) is not None:
+        taken.append(each)
+        size += each[1]
+    return taken
+
+
+def _size(batches: Iterable[Sized]) -> int:
+    return sum(size for _, size in batches)
 
 
 def _pieces(whole: Sized, target_bytes: int) -> list[Sized]:

@@ -35,6 +35,24 @@ def test_a_clock_that_jumps_back_an_hour(world) -> None:
     here.run(again)
 
 
+def test_event_times_are_right_as_soon_as_the_clock_is(world) -> None:
+    """After a jump that was corrected (C18); append times wait, since they never run back."""
+    here = world(13)
+
+    async def jump(bus: penstock.Bus) -> None:
+        here.clock.jump(3_600)
+        await bus.publish("orders", b"ahead")
+        here.clock.jump(-3_600)
+        await bus.publish("orders", b"one")
+        await bus.publish_many("orders", [b"two", b"three"])
+        ahead, *others = [event async for event in bus.replay("orders")]
+        for event in others:
+            assert event.append_time_us == ahead.append_time_us
+            assert ahead.time_us - event.time_us > 3_590e6
+
+    here.run(jump)
+
+
 def test_delayed_events_follow_the_wall_clock_and_come_once(world) -> None:
     here = world(10)
 

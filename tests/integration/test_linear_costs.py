@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tracemalloc
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,24 @@ def test_what_retention_took_while_nobody_was_there_is_forgotten_at_the_start(wo
     here.run(fail)
     here.run_and_die(look, power=False)
     assert here.run(lambda bus: bus.dead_letters.list()) == []
+
+
+async def test_the_cache_of_events_holds_no_more_than_it_may_however_small_they_are(
+    tmp_path: Path,
+) -> None:
+    """What stayed of each short session was mostly the event that it published (C14)."""
+    settings = {"limits.cache_bytes": 1 << 20, "durability.fsync": "never"}
+    async with penstock.connect(tmp_path, **settings) as bus:
+        await bus.publish("small", b"x")
+        tracemalloc.start()
+        try:
+            before, _ = tracemalloc.get_traced_memory()
+            for _ in range(10_000):  # one after the other, or they would share batches
+                await bus.publish("small", b"x")
+            grown = tracemalloc.get_traced_memory()[0] - before
+        finally:
+            tracemalloc.stop()
+    assert grown < 5 << 20
 
 
 # -- delivery (B14) --------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ async def test_offsets_of_a_deleted_topic_of_the_same_name_are_gone(log: EventLo
 
 
 async def test_memory_is_bounded_and_the_oldest_leaves_first(home) -> None:
-    log = EventLog(home.disk, home.recovered.log.manifest, cache_bytes=200)
+    log = EventLog(home.disk, home.recovered.log.manifest, cache_bytes=5_000)
     for number in range(20):
         add(home, log, number, remember=True)
     partition = log.partition("orders", 0)

@@ -35,7 +35,7 @@ def batch(topic, base, count=1, time_us=0, size=4) -> EventBatch:
 
 
 def journal(*batches):
-    return lambda disk, base, end: iter(batches)
+    return lambda disk, base, end: rewrite.packed(batches)
 
 
 def seal(disk, manifest, *batches, options=SMALL, end=1):
@@ -163,7 +163,7 @@ def test_a_rewrite_that_changes_an_event_is_found_before_its_inputs_go(disk, man
 
     def tampered(*arguments):
         batches, size = real(*arguments)
-        return [*batches[:-1], batch("a", batches[-1].base_offset, size=9)], size
+        return [*batches[:-1], *rewrite.packed([batch("a", batches[-1].base_offset, size=9)])], size
 
     monkeypatch.setattr(rewrite, "_read_inputs", tampered)
     with pytest.raises(Corrupted, match="did not keep 'a' partition 0 offsets 3 to 3"):

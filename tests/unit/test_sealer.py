@@ -16,7 +16,7 @@ import pytest
 from penstock.log import sealer as module
 from penstock.log.disk import RealDisk
 from penstock.log.memory_disk import MemoryDisk
-from penstock.log.rewrite import Job, JournalInput
+from penstock.log.rewrite import Job, JournalInput, packed
 from penstock.log.sealer import InlineSealer, SealerProcess
 from penstock.log.segment_reader import SegmentReader
 from penstock.model.batch import EventBatch
@@ -25,6 +25,7 @@ from penstock.model.settings import Sealing
 
 READER = """
 import errno, os, time
+from penstock.log.rewrite import packed
 from penstock.model.batch import EventBatch
 from penstock.model.errors import Corrupted
 
@@ -40,7 +41,7 @@ def batches(disk, base, end):
     if base == 5:
         raise ZeroDivisionError("surprise")
     print("noise on standard output", flush=True)
-    yield EventBatch.build("orders", [str(os.getpriority(os.PRIO_PROCESS, 0)).encode()] * (end - base))
+    yield from packed([EventBatch.build("orders", [str(os.getpriority(os.PRIO_PROCESS, 0)).encode()] * (end - base))])
 """
 
 
@@ -164,7 +165,7 @@ async def test_inline_sealing_has_the_same_interface():
         return work()
 
     for run_in in (None, execute):
-        sealer = InlineSealer(disk, lambda *_: iter([EventBatch.build("a", [b"1"])]), run_in)
+        sealer = InlineSealer(disk, lambda *_: packed([EventBatch.build("a", [b"1"])]), run_in)
         assert (await sealer.run(job(0))).events == 1
         await sealer.close()
     assert len(seen) == 1

@@ -118,8 +118,9 @@ def _seal_drops_last(original: Any) -> Any:
             if previous is not None:
                 yield previous
             previous = batch
-        if previous is not None and previous.count > 1:
-            yield previous.slice(0, previous.count - 1)
+        if previous is not None and previous.events > 1:
+            kept = previous.read().slice(0, previous.events - 1)
+            yield previous._replace(events=kept.count, decode=lambda at: kept)
 
     return batches
 

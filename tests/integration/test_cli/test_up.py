@@ -330,6 +330,29 @@ def test_systemd_is_told(cli: Any, stand_in: Callable[..., Up]) -> None:
         assert systemd.recv(100) == b"STOPPING=1"
 
 
+def test_a_broker_that_hangs_is_silent_to_the_watchdog(
+    cli: Any, up: Callable[..., Up], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reports for as long as its loop turns, also while it drains (C18)."""
+    path = cli.folder / "notify"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(path))
+        cli.env |= {"NOTIFY_SOCKET": str(path), "WATCHDOG_USEC": "200000"}
+        broker = up()
+        broker.ports()
+        systemd.settimeout(DEADLINE_S)
+        heard = [systemd.recv(100) for _ in range(8)]
+        assert heard.count(b"READY=1") == 1
+        assert heard.count(b"WATCHDOG=1") == 7
+        broker.process.send_signal(signal.SIGSTOP)
+        systemd.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            for _ in range(20):
+                systemd.recv(100)
+        broker.process.send_signal(signal.SIGCONT)
+        assert broker.end()[0] == 0
+
+
 # -- validating only -------------------------------------------------------------------------------
 
 
