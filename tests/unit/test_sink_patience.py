@@ -33,14 +33,15 @@ class Busy:
         if self.refusals:
             raise self.refusals.pop(0)
 
-    def publish_many(self, topic: str, table: pa.Table, codec: str) -> None:
+    def publish_many(self, topic: str, table: pa.Table, codec: str, partition: int | None) -> None:
         self.rows[-1] += table.num_rows
 
 
 async def published(bus: Busy) -> bool:
     outlet = outgoing.Outlet.__new__(outgoing.Outlet)
     outlet.bus = bus  # type: ignore[assignment]
-    return await outlet._publish(iter([ROWS]), None, "query/1", "raw")
+    batch = outgoing.Batch("query/1", None, "raw", 1 << 20, "spark.plans")
+    return await outlet._publish(lambda: iter([ROWS]), batch)
 
 
 async def test_rows_are_offered_again_under_the_same_key() -> None:

@@ -104,7 +104,7 @@ async def test_a_walk_through_the_desks(cli: Any, broker: BrokerProcess) -> None
         "dlq", "purge", *by, "--confirm", "PURGE", "--ids", ",".join(map(str, range(1_001)))
     )
     assert many.code == 2
-    assert many.row["error"]["data"] == {"ids": 1_001, "limit": 1_000}
+    assert many.row["error"]["data"]["parameter"] == "ids"
 
     operations = [row["operation"] for row in desk.ok("audit", "query", "--actor", "bob").rows]
     assert operations == ["dlq.replay", "dlq.replay", "dlq.purge", "dlq.dead-letter"]
@@ -239,9 +239,11 @@ def test_a_folder_has_neither(cli: Any) -> None:
 
 def test_a_command_says_that_nobody_answers_before_it_gives_up(cli: Any) -> None:
     """T16: ten silent seconds look like a command that hangs."""
-    env = {"PENSTOCK_URL": "penstock://127.0.0.1:1", "PENSTOCK_CLIENT_DEADLINE_S": "1.5"}
+    env = {"PENSTOCK_URL": "penstock://127.0.0.1:1", "PENSTOCK_CLIENT_CONNECT_S": "1.5"}
     result = cli("topic", "list", env=env)
     assert result.code != 0
     told, error = result.stderr.strip().splitlines()
-    assert told == "no broker has answered at penstock://127.0.0.1:1 yet; trying for 1.5 s"
+    assert (
+        told == "no broker has answered at penstock://127.0.0.1:1 yet; trying for 1.5 s (--timeout)"
+    )
     assert error.count("`penstock up`") == 1, "the advice is given once"

@@ -150,11 +150,12 @@ def test_doctor_notices_a_clock_behind_the_log(cli):
 def test_bench_list_and_compare(cli):
     rows = cli.ok("bench", "list", "--json").rows
     assert all({"case", "title", "unit", "peers"} <= set(row) for row in rows)
-    result = {
-        "case": "c", "penstock": {"per_s": 100.0}, "peers": {}, "ratio": {}, "samples": {},
-    }  # fmt: skip
-    (cli.folder / "a.json").write_text(json.dumps(result))
-    (cli.folder / "b.json").write_text(json.dumps(result | {"penstock": {"per_s": 200.0}}))
+    for name, per_s in (("a", 100.0), ("b", 200.0)):
+        result = {
+            "case": "c", "penstock": {"per_s": per_s}, "peers": {}, "ratio": {},
+            "samples": {"penstock": [{"per_s": per_s}] * 3},
+        }  # fmt: skip
+        (cli.folder / f"{name}.json").write_text(json.dumps(result))
     change = cli.ok("bench", "compare", "a.json", "b.json", "--json").row
     assert change["cases"][0]["metrics"][0]["verdict"] == "better"
     assert "better" in cli.ok("bench", "compare", "a.json", "b.json").text
