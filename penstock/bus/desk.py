@@ -15,9 +15,8 @@ from penstock.core.entry import MAX_TOPIC_PARTITIONS, TopicSpec
 from penstock.core.schedule import Definition, parse_every
 from penstock.core.state import DeadLetter
 from penstock.engines import request as ask
-from penstock.engines.deadletters import DeadLetterDetail, Outcome
-from penstock.engines.views import Effect, GroupInfo, TopicInfo
-from penstock.log.auditseal import Manifest
+from penstock.engines.views import DeadLetterDetail, Effect, GroupInfo, Outcome, TopicInfo
+from penstock.log.auditseal import AuditManifest
 from penstock.model.codec import codecs
 from penstock.model.parameter import (
     MAX_NAME_CHARACTERS,
@@ -307,10 +306,10 @@ class Audit(Desk):
         found: Verdict = await self._bus.ask(ask.VerifyAudit())
         return found
 
-    async def export(self, folder: str) -> Manifest:
+    async def export(self, folder: str) -> AuditManifest:
         """Copy the chain, with a signed manifest, to a folder."""
         self._bus.need("audit")
-        found: Manifest = await self._bus.ask(ask.ExportAudit(folder))
+        found: AuditManifest = await self._bus.ask(ask.ExportAudit(folder))
         return found
 
 

@@ -7,12 +7,12 @@ nothing. On a terminal a command without the word shows the same and asks for it
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from penstock.cli import output
-from penstock.cli.visit import change
+from penstock.cli.visit import T, change
 from penstock.model.errors import ConfirmationNeeded
 
 if TYPE_CHECKING:
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     import penstock
     from penstock.cli.invocation import Invocation
-
-T = TypeVar("T")
 
 
 def confirm_options(word: str) -> Callable[[Any], Any]:

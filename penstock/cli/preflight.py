@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from penstock.model.settings import Settings
 
-    Step = tuple[str, Callable[[], Check | Iterator[Check]]]
+
+Step: TypeAlias = "tuple[str, Callable[[], Check | Iterator[Check]]]"
 
 
 def steps(folder: Path, settings: Settings) -> Iterator[Step]:

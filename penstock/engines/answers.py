@@ -10,10 +10,18 @@ from penstock.core.catalogue import Route
 from penstock.core.schedule import Definition
 from penstock.core.state import DeadLetter
 from penstock.engines import request as ask
-from penstock.engines.deadletters import DeadLetterDetail, Outcome
 from penstock.engines.engine import Request
-from penstock.engines.views import Effect, GroupInfo, SealInfo, SessionInfo, TenantInfo, TopicInfo
-from penstock.log.auditseal import Manifest
+from penstock.engines.views import (
+    DeadLetterDetail,
+    Effect,
+    GroupInfo,
+    Outcome,
+    SealInfo,
+    SessionInfo,
+    TenantInfo,
+    TopicInfo,
+)
+from penstock.log.auditseal import AuditManifest
 
 ANSWERS: dict[type[Request], Any] = {
     ask.ListTopics: list[TopicInfo],
@@ -35,7 +43,7 @@ ANSWERS: dict[type[Request], Any] = {
     ask.PurgeDead: Outcome,
     ask.QueryAudit: list[AuditRecord],
     ask.VerifyAudit: Verdict,
-    ask.ExportAudit: Manifest,
+    ask.ExportAudit: AuditManifest,
     ask.ListRoutes: list[Route],
     ask.PutRoute: None,
     ask.RemoveRoute: Effect,

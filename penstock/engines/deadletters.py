@@ -35,7 +35,7 @@ from penstock.engines.operator_rules import (
     signed,
 )
 from penstock.engines.request import ListDead
-from penstock.engines.views import known_partition
+from penstock.engines.views import DeadLetterDetail, Outcome, known_partition
 from penstock.model.batch import EventBatch
 from penstock.model.errors import (
     AlreadyExists,
@@ -71,35 +71,12 @@ def dead_letter_topic(tenant: str) -> str:
     return f"{DEAD_LETTERS}{tenant}"
 
 
-class Outcome(msgspec.Struct):
-    """What became of each record of an operator's request."""
-
-    requested: int
-    done: int = 0
-    failures: list[dict[str, str]] = []
-
-    def failed(self, id: str, error: PenstockError) -> None:
-        """One record could not be done."""
-        self.failures.append({"id": id, "code": error.code, "message": error.message})
-
-
 class Verdict(msgspec.Struct):
     """What a requester is told when its request became a dead letter."""
 
     consumer: str
     attempts: int
     reason: str
-
-
-class DeadLetterDetail(msgspec.Struct):
-    """A dead letter with the event itself."""
-
-    record: DeadLetter
-    payload: bytes
-    key: bytes | None
-    headers: dict[str, str]
-    codec: str
-    token: str
 
 
 def newest_letters(letters: Iterable[DeadLetter], wanted: ListDead) -> list[DeadLetter]:

@@ -12,12 +12,12 @@ from penstock.core.entry import Entry
 from penstock.core.routing import RouteTree
 from penstock.core.state import DeadLetter, GroupState, State
 from penstock.engines import request as requests
-from penstock.engines.deadletters import DeadLetterDetail, detail_of, newest_letters
+from penstock.engines.deadletters import detail_of, newest_letters
 from penstock.engines.engine import Draft, LogFeed, QueueFeed, Request, Subscribe, Transaction
 from penstock.engines.logreader import LogGroup
 from penstock.engines.reading import event_at, stored_batches
 from penstock.engines.runtime import Runtime
-from penstock.engines.views import known_partition, recorded_group, topic_info
+from penstock.engines.views import DeadLetterDetail, known_partition, recorded_group, topic_info
 from penstock.log.auditreader import AuditReader
 from penstock.log.disk import Disk, no_folder, read_file, unusable
 from penstock.log.recovery import Recovery, check_folder, open_for_reading

@@ -17,14 +17,13 @@ from penstock.core.dedup import repeats
 from penstock.core.entry import encode_checked
 from penstock.engines.engine import Draft
 from penstock.engines.pending import Submission
-from penstock.log.content import EVENT_OVERHEAD_BYTES
 from penstock.log.disk import Bytes
 from penstock.log.eventlog import EventLog, PartitionLog
 from penstock.log.frame import BATCH, CONTROL, GROUP, encode_group
 from penstock.log.journal import Commit
 from penstock.log.measure import event_bytes, payload_bytes
 from penstock.log.snapshot import PARTITION_SHIFT, Fold
-from penstock.model.batch import EventBatch
+from penstock.model.batch import EVENT_OVERHEAD_BYTES, EventBatch
 from penstock.model.compressor import compressors, worth_compressing
 from penstock.model.errors import InvalidInput, PenstockError
 from penstock.model.event import Receipt

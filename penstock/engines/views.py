@@ -8,12 +8,36 @@ import msgspec
 
 from penstock.core.entry import GroupSpec, TopicSpec
 from penstock.core.quota import TenantLimits
-from penstock.core.state import GroupState, State
+from penstock.core.state import DeadLetter, GroupState, State
 from penstock.engines.unread import lag_behind
 from penstock.log.eventlog import EventLog
+from penstock.model.error import PenstockError
 from penstock.model.errors import UnknownTopic
 from penstock.model.settings import Retention, Settings
 from penstock.model.topic import tenant_of
+
+
+class Outcome(msgspec.Struct):
+    """What became of each record of an operator's request."""
+
+    requested: int
+    done: int = 0
+    failures: list[dict[str, str]] = []
+
+    def failed(self, id: str, error: PenstockError) -> None:
+        """One record could not be done."""
+        self.failures.append({"id": id, "code": error.code, "message": error.message})
+
+
+class DeadLetterDetail(msgspec.Struct):
+    """A dead letter with the event itself."""
+
+    record: DeadLetter
+    payload: bytes
+    key: bytes | None
+    headers: dict[str, str]
+    codec: str
+    token: str
 
 
 class PartitionInfo(msgspec.Struct):

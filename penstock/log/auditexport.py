@@ -15,8 +15,8 @@ from penstock.core.audit import FORMAT, Head, Signer
 from penstock.log.auditseal import (
     FOLDER,
     PUBLIC_KEY_PATH,
+    AuditManifest,
     ExportedFile,
-    Manifest,
     refuse_newer,
     seal,
     sealed_bytes,
@@ -50,7 +50,7 @@ def manifest_path(sequence: int) -> str:
 
 def export_files(
     source: Disk, target: Disk, paths: Sequence[str], *, head: Head, signer: Signer, at_us: int
-) -> Manifest:
+) -> AuditManifest:
     """Copy finished audit files and the public key to `target`, then write the signed manifest.
 
     Files that are there already with the same content are left alone; another content is refused
@@ -61,8 +61,8 @@ def export_files(
     _copy(source, target, PUBLIC_KEY_PATH)
     path = manifest_path(head.sequence)
     if target.exists(path):
-        return msgspec.json.decode(read_file(target, path), type=Manifest)
-    manifest = Manifest(FORMAT, at_us, head.sequence, head.hash, files, signer.public_key)
+        return msgspec.json.decode(read_file(target, path), type=AuditManifest)
+    manifest = AuditManifest(FORMAT, at_us, head.sequence, head.hash, files, signer.public_key)
     manifest = seal(manifest, signer)
     write_file(target, path, [sealed_bytes(manifest)])
     return manifest
@@ -88,11 +88,13 @@ def newest_manifest(disk: Disk) -> str | None:
     return f"{FOLDER}/{names[-1]}" if names else None
 
 
-def check_manifest(disk: Disk, path: str, public_key: str) -> tuple[Manifest | None, Fault | None]:
+def check_manifest(
+    disk: Disk, path: str, public_key: str
+) -> tuple[AuditManifest | None, Fault | None]:
     """Compare an export with its manifest: the manifest if it is genuine, and what is wrong."""
     data = read_file(disk, path)
     refuse_newer(path, data)
-    manifest = unseal(data, Manifest, public_key)
+    manifest = unseal(data, AuditManifest, public_key)
     if manifest is None:
         return None, Fault("bad-signature", path, "the manifest is not signed by the key")
     for file in manifest.files:

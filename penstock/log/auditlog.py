@@ -27,7 +27,7 @@ from penstock.core.auditproof import Verdict, file_name
 from penstock.log.auditexport import export_files
 from penstock.log.auditreader import AuditReader
 from penstock.log.auditrecovery import Recovered, find_end, write_head
-from penstock.log.auditseal import FOLDER, Manifest, identity_of
+from penstock.log.auditseal import FOLDER, AuditManifest, identity_of
 from penstock.log.disk import NO_ROOM, Disk, refused, write_file
 from penstock.model.errors import DiskRefused, InvalidInput, InvalidSettings, WriterFailed
 
@@ -226,7 +226,7 @@ class AuditLog:
             public_key=public_key or self.public_key, expect_last=expect_last or self.head
         )
 
-    def export(self, target: Disk, *, at_us: int) -> Manifest:
+    def export(self, target: Disk, *, at_us: int) -> AuditManifest:
         """Finish the present file and copy all finished ones to `target` with a signed manifest."""
         self.checkpoint(at_us=at_us)
         if self._chain.sequence >= self._header.first_sequence:

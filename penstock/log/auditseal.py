@@ -62,7 +62,7 @@ class ExportedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: str
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class AuditManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one export holds, and up to which record."""
 
     format: int
@@ -74,11 +74,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     signature: str = ""
 
 
-Document = TypeVar("Document", SavedHead, Manifest)
+Document = TypeVar("Document", SavedHead, AuditManifest)
 
 _TAGS: dict[type, bytes] = {
     SavedHead: b"penstock.audit.head.1\n",
-    Manifest: b"penstock.audit.manifest.1\n",
+    AuditManifest: b"penstock.audit.manifest.1\n",
 }
 
 
@@ -101,7 +101,7 @@ def refuse_newer(path: str, data: bytes) -> None:
         )
 
 
-def _signed_bytes(document: SavedHead | Manifest) -> bytes:
+def _signed_bytes(document: SavedHead | AuditManifest) -> bytes:
     unsigned = msgspec.structs.replace(document, signature="")
     return _TAGS[type(document)] + msgspec.json.encode(unsigned)
 
@@ -118,7 +118,7 @@ def seal(document: Document, signer: Signer) -> Document:
     return msgspec.structs.replace(document, signature=signer.sign(_signed_bytes(document)))
 
 
-def sealed_bytes(document: SavedHead | Manifest) -> bytes:
+def sealed_bytes(document: SavedHead | AuditManifest) -> bytes:
     """The file a sealed document is stored as."""
     return msgspec.json.encode(document) + b"\n"
 

@@ -14,10 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from penstock.model.batch import EVENT_OVERHEAD_BYTES
 from penstock.model.token import TOKEN_BYTES
-
-# What an event takes beside key, payload and headers: the fixed columns, uncompressed.
-EVENT_OVERHEAD_BYTES = 64
 
 NULL_KEY = -1  # "no key" is another thing than an empty key
 
@@ -82,7 +80,7 @@ class Canonical:
             rows[name] = _numbers(
                 record.column(name).fill_null(_zero(record, name)), rows.dtype[name]
             )
-        rows["token"] = _tokens(record.column("token"))
+        rows["token"] = _token_rows(record.column("token"))
         self._texts: list[tuple[Ends, memoryview]] = []
         sizes = np.full(count, EVENT_OVERHEAD_BYTES, dtype=np.int64)
         for name in ("tenant", "codec", "key", "payload"):
@@ -168,7 +166,7 @@ def _zero(record: pa.RecordBatch, name: str) -> pa.Scalar:
     return pa.scalar(0, record.schema.field(name).type)
 
 
-def _tokens(array: pa.Array) -> Any:
+def _token_rows(array: pa.Array) -> Any:
     return np.frombuffer(
         array.buffers()[1],
         dtype=f"V{TOKEN_BYTES}",

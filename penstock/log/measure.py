@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from penstock.log.content import EVENT_OVERHEAD_BYTES
+from penstock.model.batch import EVENT_OVERHEAD_BYTES
 from penstock.model.batch_head import (
     CONSECUTIVE_TOKENS,
     HEADERS,

@@ -52,6 +52,10 @@ STRIDE_EVENTS = 512
 NEVER_US = 0  # "does not expire" in the expiry column
 
 
+# What an event takes beside key, payload and headers: the fixed columns, uncompressed.
+EVENT_OVERHEAD_BYTES = 64
+
+
 class EventBatch:
     """Events of one topic and partition, as columns.
 

@@ -34,7 +34,7 @@ _WORKER = re.compile(
 _SQLSTATE = re.compile(r"\s*SQLSTATE: \w+")
 _OFFSETS = re.compile(r"^Current (Committed|Available) Offsets: (.*)$", re.MULTILINE)
 
-_log = logging.getLogger(__name__)
+_details = logging.getLogger("penstock.pipelines.failure")
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def explain_failure(error: BaseException, pipeline: str | None = None) -> Pensto
     if isinstance(error, PenstockError):
         return error
     text = str(error)
-    _log.debug("the pipeline %s failed: %s", pipeline, text)
+    _details.debug("the pipeline %s failed: %s", pipeline, text)
     cause, message = _reason(text)
     splits, certain = _noted(text), True
     if not splits:
@@ -130,7 +130,7 @@ def _places(line: str) -> list[Place]:
             value, _ = json.JSONDecoder().raw_decode(line, found.start())
             places.append(Place.from_json(value))
         except (ValueError, InvalidInput):  # cut off, or of another version: then it is unknown
-            _log.debug("no offsets in %s", line)
+            _details.debug("no offsets in %s", line)
     return places
 
 

@@ -35,7 +35,7 @@ done
 exec {java} "$@"
 """
 
-_log = logging.getLogger(__name__)
+_java_log = logging.getLogger("penstock.pipelines.java")
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def find_java(environment: Mapping[str, str] | None = None) -> Java:
             passed.append(java)
         elif OLDEST <= java.major <= NEWEST:
             for reason in passed:
-                _log.warning("%s; using %s", reason, java)
+                _java_log.warning("%s; using %s", reason, java)
             return java
         else:
             passed.append(f"{java} is not between {OLDEST} and {NEWEST}")

@@ -9,8 +9,8 @@ from msgspec import UNSET, Meta, UnsetType
 
 from penstock.core.state import DeadLetter
 from penstock.engines import request as ask
-from penstock.engines.deadletters import DeadLetterDetail
-from penstock.engines.deadletters import Outcome as EngineOutcome
+from penstock.engines.views import DeadLetterDetail
+from penstock.engines.views import Outcome as EngineOutcome
 from penstock.model.errors import InvalidInput
 from penstock.model.parameter import MAX_IDS
 from penstock.server.admin_endpoint import (

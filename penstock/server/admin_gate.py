@@ -17,10 +17,9 @@ from penstock.core.audit import AuditRecord
 from penstock.core.catalogue import Route
 from penstock.core.schedule import Definition
 from penstock.engines import request as administer
-from penstock.engines.deadletters import DeadLetterDetail, Outcome
 from penstock.engines.embedded import EmbeddedEngine
 from penstock.engines.engine import Request
-from penstock.engines.views import Effect, GroupInfo, TopicInfo
+from penstock.engines.views import DeadLetterDetail, Effect, GroupInfo, Outcome, TopicInfo
 from penstock.model.errors import (
     AccessDenied,
     UnknownDeadLetter,

@@ -13,7 +13,8 @@ from typing import Literal
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as f
 
-EVENT_TIME = "date_time"
+from penstock.pipelines.nexmark.payload import EVENT_TIME
+
 WATERMARK = "4 seconds"
 WATERMARK_MS = 4_000
 WINDOW_S, SLIDE_S, SESSION_GAP_S = 10, 2, 10
