@@ -26,7 +26,7 @@ import importlib
 import typing
 
 from penstock.model import errors
-from penstock.model.errors import *  # noqa: F403 - the whole tree, as its own __all__ lists it
+from penstock.model.errors import *
 
 if typing.TYPE_CHECKING:
     from penstock.bus.bus import Bus
@@ -36,10 +36,10 @@ if typing.TYPE_CHECKING:
     from penstock.bus.sync import SyncBus, connect_sync
     from penstock.bus.transaction import Transaction
     from penstock.core.audit import AuditRecord
-    from penstock.core.catalogue import Route
     from penstock.core.retry import Retry
+    from penstock.core.routes import Route
     from penstock.core.state import DeadLetter
-    from penstock.engines.views import GroupInfo, TopicInfo
+    from penstock.engines.requests import GroupInfo, TopicInfo
     from penstock.model.batch import EventBatch
     from penstock.model.event import Event, Identity, MessageId, Receipt
     from penstock.model.settings import Settings
@@ -54,18 +54,18 @@ _HOMES = {
     "DeadLetter": "penstock.core.state",
     "Event": "penstock.model.event",
     "EventBatch": "penstock.model.batch",
-    "GroupInfo": "penstock.engines.views",
+    "GroupInfo": "penstock.engines.requests",
     "Identity": "penstock.model.event",
     "MessageId": "penstock.model.event",
     "Receipt": "penstock.model.event",
     "Reject": "penstock.bus.handler",
     "Retry": "penstock.core.retry",
     "RetryLater": "penstock.bus.handler",
-    "Route": "penstock.core.catalogue",
+    "Route": "penstock.core.routes",
     "Settings": "penstock.model.settings",
     "Subscription": "penstock.bus.subscription",
     "SyncBus": "penstock.bus.sync",
-    "TopicInfo": "penstock.engines.views",
+    "TopicInfo": "penstock.engines.requests",
     "Transaction": "penstock.bus.transaction",
     "connect": "penstock.bus.connect",
     "connect_sync": "penstock.bus.sync",

@@ -13,15 +13,15 @@ import pytest
 import pytest_asyncio
 
 import penstock
-from penstock.engines.embedded import EmbeddedEngine
+from penstock.engines.embedded.engine import EmbeddedEngine
 from penstock.log.disk import Disk
 from penstock.log.journal import Journal
 from penstock.log.memory_disk import MemoryDisk
 from penstock.log.recovery import FOLDERS, open_for_writing
-from penstock.model.loader import load
 from penstock.model.settings import Settings
-from penstock.testing.sim_disk import SimCrash, SimDisk
-from penstock.testing.sim_loop import LoopRuntime, SimClock, SimLoop, kill
+from penstock.model.settings_loader import load
+from penstock.testing.simulation.disk import SimCrash, SimDisk
+from penstock.testing.simulation.loop import LoopRuntime, SimClock, SimLoop, kill
 
 # Small files, no process of its own, little grace: everything happens, and soon.
 # In the background a shell has its programs ignore Ctrl-C, and these theirs: tests interrupt some.

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 import penstock
-from penstock.engines.runtime import Worker
+from penstock.engines.embedded.runtime import Worker
 
 ROOT = Path(penstock.__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "architecture.md"

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import pytest
 
 import penstock
-from penstock.log import frame
+from penstock.log import journal as frame
 from penstock.model import batch, errors
 from penstock.model.settings import Settings
 from penstock.testing.broker_process import BrokerProcess

@@ -14,7 +14,7 @@ import pytest
 
 import penstock
 from penstock.cli.app import PROGRAM, root
-from penstock.cli.warehouse_option import read_toml
+from penstock.cli.arguments import read_toml
 from penstock.pipelines import builtin
 from penstock.pipelines.pipeline import registered
 from penstock.pipelines.run import Route, check_goes_somewhere, parameters

@@ -21,7 +21,7 @@ import msgspec
 import pytest
 
 import penstock
-from penstock.bus.desk import Audit, DeadLetters, Groups, Routes, Schedules, Topics
+from penstock.bus.admin import Audit, DeadLetters, Groups, Routes, Schedules, Topics
 from penstock.bus.sync import (
     SyncAudit,
     SyncBus,
@@ -35,9 +35,9 @@ from penstock.bus.sync import (
     SyncTransaction,
 )
 from penstock.core.entry import GroupSpec, TopicSpec
-from penstock.engines import request as ask
-from penstock.engines.answers import REQUESTS
+from penstock.engines import requests as ask
 from penstock.engines.engine import Subscribe
+from penstock.engines.requests import REQUESTS
 from penstock.model import parameter
 from penstock.model.errors import InvalidInput, MissingPart
 from penstock.testing.broker_process import BrokerProcess

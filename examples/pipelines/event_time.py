@@ -6,8 +6,8 @@ penstock --url ./data pipeline run sold-by-minute --path examples/pipelines
 from pyspark.sql import functions as sql
 
 import penstock
-from penstock.pipelines.event_time import timely, untimely
 from penstock.pipelines.pipeline import Input
+from penstock.pipelines.rows import timely, untimely
 
 LATE_AFTER = "10m"
 ORDERS = Input("shop.orders.#", "id BIGINT, customer STRING, amount DOUBLE", LATE_AFTER)

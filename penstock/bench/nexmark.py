@@ -26,12 +26,10 @@ from penstock.bench.progress import Progress, silent
 from penstock.bench.result import OURS, ratio
 from penstock.bench.spark.case import spark_result
 from penstock.model.errors import InvalidInput, MissingExtra, NotFound, PenstockError
-from penstock.model.setting import MIB
-from penstock.model.settings import Journal, Settings
+from penstock.model.settings import MIB, Journal, Settings
 from penstock.pipelines.nexmark.generator import Events, Generator
 from penstock.pipelines.nexmark.payload import bus_columns, publish
-from penstock.pipelines.requirement import check_requirements
-from penstock.pipelines.session import spark_session
+from penstock.pipelines.session import check_requirements, spark_session
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -201,7 +199,7 @@ class _Run:
         return sum(self.counts[name] for name in query.reads)
 
     def _frame(self, query: Query, side: str) -> DataFrame:
-        from penstock.pipelines.nexmark.tables import from_bus, from_payloads
+        from penstock.pipelines.nexmark.queries import from_bus, from_payloads
 
         tables = {}
         for name, columns in query.reads.items():

@@ -37,8 +37,7 @@ from penstock.bench.cases.workload import (
     sealed,
     together,
 )
-from penstock.model.setting import GIB
-from penstock.model.settings import Retention, Sealing, Settings
+from penstock.model.settings import GIB, Retention, Sealing, Settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence

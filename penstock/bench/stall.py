@@ -36,7 +36,7 @@ from penstock.bench.soak import (
     rss_mb,
     slope_mb_per_min,
 )
-from penstock.model.setting import GIB
+from penstock.model.settings import GIB
 from penstock.testing.broker_process import BrokerProcess
 
 if TYPE_CHECKING:

@@ -14,17 +14,17 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from penstock.bus import tracing
-from penstock.bus.desk import Audit, DeadLetters, Groups, Routes, Schedules, Topics
+from penstock.bus.admin import Audit, DeadLetters, Groups, Routes, Schedules, Topics
+from penstock.bus.drafting import MIN_TTL_S, Drafting, Key, Token, due_us
 from penstock.bus.handler import Handler, handling
-from penstock.bus.publishing import MIN_TTL_S, Drafting, Key, Token, due_us
-from penstock.bus.replaying import Window, replay_batches
-from penstock.bus.requests import Requests
+from penstock.bus.replay import Window, replay_batches
+from penstock.bus.request_reply import Requests
 from penstock.bus.subscription import Subscription
 from penstock.bus.transaction import Transaction
 from penstock.core.assignment import Strategy
 from penstock.core.entry import MIN_LEASE_S, GroupSpec
 from penstock.core.retry import Retry
-from penstock.engines import request as ask
+from penstock.engines import requests as ask
 from penstock.engines.engine import Draft, Engine, Request, Subscribe
 from penstock.model.batch import EventBatch
 from penstock.model.errors import BusClosed, InvalidInput, PenstockError, Unsupported
@@ -205,7 +205,7 @@ class Bus:
         """Send an administrative request to the engine."""
         self._check_open()
         if not isinstance(request, Request):
-            raise refused("request", "a request of penstock.engines.request", request)
+            raise refused("request", "a request of penstock.engines.requests", request)
         return await self.engine.ask(checked(request))
 
     @staticmethod

@@ -9,20 +9,20 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from penstock.bus.bus import Bus
+from penstock.engines.broker.engine import broker_engine
 from penstock.engines.credential import Token
-from penstock.engines.dial import broker_engine
-from penstock.engines.embedded import EmbeddedEngine
+from penstock.engines.embedded.engine import EmbeddedEngine
+from penstock.engines.embedded.follower import FollowerEngine
 from penstock.engines.engine import Engine
-from penstock.engines.follower import FollowerEngine
 from penstock.engines.memory import MemoryEngine
 from penstock.log.disk import RealDisk
 from penstock.model.codec import codecs
 from penstock.model.compressor import compressors
 from penstock.model.errors import InvalidSettings, UnknownScheme
 from penstock.model.event import Identity
-from penstock.model.loader import load, unknown
 from penstock.model.parameter import checked, path, refused
 from penstock.model.settings import Settings
+from penstock.model.settings_loader import load, unknown
 
 # Served by engines of later releases; named here so that the refusal can say so.
 PLANNED = ("nats", "amqp", "ring")

@@ -18,11 +18,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
 
+from penstock.bus.admin import Audit, DeadLetters, Groups, Routes, Schedules, Topics
 from penstock.bus.bus import Bus
 from penstock.bus.connect import connect
-from penstock.bus.desk import Audit, DeadLetters, Groups, Routes, Schedules, Topics
+from penstock.bus.drafting import PublishManyOptions, PublishOptions
 from penstock.bus.handler import handling
-from penstock.bus.publishing import PublishManyOptions, PublishOptions
 from penstock.bus.subscription import Subscription
 from penstock.bus.transaction import Transaction
 from penstock.engines.credential import Token

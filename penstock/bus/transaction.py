@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from penstock.bus import tracing
-from penstock.bus.publishing import PublishManyOptions, PublishOptions, key_token
+from penstock.bus.drafting import PublishManyOptions, PublishOptions, key_token
 from penstock.bus.subscription import Subscription
 from penstock.engines.engine import Draft, Settle
 from penstock.engines.engine import Transaction as EngineTransaction

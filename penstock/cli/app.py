@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli import exits, output
+from penstock.cli import invocation as exits
+from penstock.cli import output
 from penstock.cli.invocation import Invocation, global_options, unknown_command
 from penstock.model.errors import PenstockError
 

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli import exits, output
-from penstock.cli.invocation import Invocation, Noun, is_broker
-from penstock.cli.visit import change, look
-from penstock.cli.when import MOMENT
+from penstock.cli import invocation as exits
+from penstock.cli import output
+from penstock.cli.arguments import MOMENT
+from penstock.cli.invocation import Invocation, Noun, change, is_broker, look
 
 if TYPE_CHECKING:
     import penstock

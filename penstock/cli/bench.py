@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from penstock.cli import exits, output
+from penstock.cli import invocation as exits
+from penstock.cli import output
+from penstock.cli.arguments import Duration
 from penstock.cli.invocation import Invocation, Noun
-from penstock.cli.when import Duration
 
 if TYPE_CHECKING:
     from rich.table import Table

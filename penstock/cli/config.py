@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli import exits, output
+from penstock.cli import invocation as exits
+from penstock.cli import output
 from penstock.cli.invocation import Invocation, Noun
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from penstock.model.loader import Problem
+    from penstock.model.settings_loader import Problem
 
 TENANTS = "admission.tenants"
 
@@ -32,7 +33,7 @@ def check(invocation: Invocation, file: str | None) -> None:
     Without FILE the one of --config or PENSTOCK_CONFIG is checked. Addresses, tokens, certificates
     and keys are looked at as a broker on this machine would.
     """
-    from penstock.model.loader import check as find_problems
+    from penstock.model.settings_loader import check as find_problems
 
     path = file or invocation.config
     problems = find_problems(path, os.environ, invocation.flags)
@@ -53,10 +54,10 @@ def check(invocation: Invocation, file: str | None) -> None:
 
 def _broker_problems(path: str | None, flags: Mapping[str, Any]) -> Iterator[Problem]:
     """What each setting allows and a broker could not start with, and what it would warn of."""
-    from penstock.cli.checkup import Check
-    from penstock.cli.preflight import settings_steps
+    from penstock.cli.checks import Check
+    from penstock.cli.up import settings_steps
     from penstock.model.errors import PenstockError
-    from penstock.model.loader import Problem, load
+    from penstock.model.settings_loader import Problem, load
 
     sources, told = origins(path, os.environ, flags), set[str]()
     for name, step in settings_steps(load(path, os.environ, flags)):
@@ -80,8 +81,8 @@ def _broker_problems(path: str | None, flags: Mapping[str, Any]) -> Iterator[Pro
 @click.pass_obj
 def show(invocation: Invocation, everything: bool) -> None:
     """Show the settings that hold, and where each comes from."""
-    from penstock.model.quantity import show as shown
-    from penstock.model.quantity import unit_of
+    from penstock.model.parameter import show as shown
+    from penstock.model.parameter import unit_of
 
     sources = origins(invocation.config, os.environ, invocation.flags)
     rows = []
@@ -113,7 +114,7 @@ def origins(path: str | None, env: Mapping[str, str], flags: Mapping[str, Any]) 
     >>> origins(None, {"PENSTOCK_DELIVERY_LEASE_S": "5s"}, {"durability.fsync": "never"})
     {'delivery.lease_s': 'environment PENSTOCK_DELIVERY_LEASE_S', 'durability.fsync': 'flag'}
     """
-    from penstock.model.loader import NOT_SETTINGS, PREFIX, read_file
+    from penstock.model.settings_loader import NOT_SETTINGS, PREFIX, read_file
 
     found: dict[str, str] = {}
     for group, table in read_file(path).items() if path else ():
@@ -153,10 +154,9 @@ def example(invocation: Invocation) -> None:
 
 def example_toml() -> str:
     """A TOML file in which everything is commented out: the defaults, ready to be changed."""
-    from penstock.model.quantity import unit_of
-    from penstock.model.reference import allowed
-    from penstock.model.setting import field_types
-    from penstock.model.settings import Settings
+    from penstock.model.parameter import unit_of
+    from penstock.model.settings import Settings, field_types
+    from penstock.model.settings_loader import allowed
 
     lines = ["# Settings of Penstock. Every line is the default; remove its # to change one."]
     for group, kind in field_types(Settings).items():
@@ -176,7 +176,7 @@ def _toml(value: Any, unit: str) -> str:
     """A default the way one would write it in TOML: with a unit where that is easier to read."""
     import msgspec
 
-    from penstock.model.quantity import show as shown
+    from penstock.model.parameter import show as shown
 
     if value is None:
         return '"none"'

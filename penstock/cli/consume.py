@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli import exits, output
-from penstock.cli.complete import complete_group, complete_topic
-from penstock.cli.invocation import Invocation, leaf
+from penstock.cli import invocation as exits
+from penstock.cli import output
+from penstock.cli.arguments import DURATION, POSITION
+from penstock.cli.invocation import Invocation, change, complete_group, complete_topic, leaf
+from penstock.cli.output import FORMAT_HELP, renderer
 from penstock.cli.program import EXEC_HELP, HOPELESS, run_program
 from penstock.cli.publish import parse_headers
-from penstock.cli.view import FORMAT_HELP, renderer
-from penstock.cli.visit import change
-from penstock.cli.when import DURATION, POSITION
 from penstock.model.errors import DeliveryError
 
 if TYPE_CHECKING:

@@ -13,13 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli import exits, output
-from penstock.cli.complete import complete_group, complete_topic
-from penstock.cli.confirm import confirm_options, destroy
-from penstock.cli.invocation import Invocation, Noun, is_broker
-from penstock.cli.paging import page_options
-from penstock.cli.view import key_text, payload_fields
-from penstock.cli.visit import change, look
+from penstock.cli import invocation as exits
+from penstock.cli import output
+from penstock.cli.invocation import (
+    Invocation,
+    Noun,
+    change,
+    complete_group,
+    complete_topic,
+    confirm_options,
+    destroy,
+    is_broker,
+    look,
+)
+from penstock.cli.output import key_text, page_options, payload_fields
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -11,7 +11,7 @@ import penstock
 from penstock.cli import output
 from penstock.cli.invocation import Invocation, leaf
 from penstock.model.errors import NotFound
-from penstock.model.nearest import did_you_mean
+from penstock.model.registry import did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

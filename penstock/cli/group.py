@@ -7,11 +7,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock.cli import output
-from penstock.cli.complete import complete_group, complete_topic
-from penstock.cli.confirm import confirm_options, destroy, show_effect
-from penstock.cli.invocation import Invocation, Noun
-from penstock.cli.visit import look
-from penstock.cli.when import POSITION
+from penstock.cli.arguments import POSITION
+from penstock.cli.invocation import (
+    Invocation,
+    Noun,
+    complete_group,
+    complete_topic,
+    confirm_options,
+    destroy,
+    look,
+    show_effect,
+)
 
 if TYPE_CHECKING:
     import penstock

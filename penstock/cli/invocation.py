@@ -1,22 +1,50 @@
-"""One run of the command: where the bus is, which settings hold, how output looks."""
+"""One run of the command: where the bus is, which settings hold, how output looks.
+
+A command's time with a bus: open it, do the work, close it.
+
+Exit codes: what a script learns from `$?`, and which error code leads to which.
+
+Being asked to stop: by Ctrl-C, by SIGTERM, or because the time is over.
+
+Confirmation of what destroys something: a word on the command line, or asked for on a terminal.
+
+The word is the verb of the command in capitals. `--dry-run` shows what would happen and changes
+nothing. On a terminal a command without the word shows the same and asks for it.
+
+Shell completion of names that live in the data folder.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from penstock.cli.when import DURATION
-from penstock.model.nearest import did_you_mean
+from penstock.cli import output
+from penstock.cli.arguments import DURATION
+from penstock.model.errors import ConfirmationNeeded, NotADataFolder, Unsupported
+from penstock.model.registry import did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
+    import click
+
+    import penstock
     from penstock.model.settings import Settings
+
+# -- invocation -----------------------------------------------------------------------------------
+
 
 DEFAULT_URL = "./data"
 CONNECT_S = 2.0
@@ -51,7 +79,7 @@ class Invocation:
         """File, environment and flags put together; InvalidSettings when one of them is wrong."""
         from msgspec.structs import replace
 
-        from penstock.model.loader import load
+        from penstock.model.settings_loader import load
 
         settings = load(self.config, os.environ, self.flags)
         client = settings.client
@@ -168,3 +196,255 @@ def unknown_command(ctx: click.Context, name: str, known: Sequence[str]) -> clic
 def leaf(name: str, **more: Any) -> Callable[[Callable[..., Any]], Leaf]:
     """Declare a command that stands directly below `penstock`."""
     return click.command(name, cls=Leaf, **more)
+
+
+# -- visit ----------------------------------------------------------------------------------------
+
+
+T = TypeVar("T")
+
+NOTICE_S = 1.0
+"""A broker that answers takes milliseconds."""
+
+ABOUT_FILE = "penstock.json"
+"""What makes a folder a data folder (penstock.log.recovery)."""
+
+
+def look(invocation: Invocation, work: Callable[[penstock.Bus], Awaitable[T]]) -> T:
+    """Do something that only reads; works while another process writes the folder."""
+    _require_folder(invocation.url)
+    return asyncio.run(_with_bus(invocation, read_only(invocation.url), work))
+
+
+def change(
+    invocation: Invocation, work: Callable[[penstock.Bus], Awaitable[T]], *, creates: bool = False
+) -> T:
+    """Do something that writes; `creates` says that a missing folder is made."""
+    if not creates:
+        _require_folder(invocation.url)
+    return asyncio.run(_with_bus(invocation, invocation.url, work))
+
+
+async def _with_bus(
+    invocation: Invocation, url: str, work: Callable[[penstock.Bus], Awaitable[T]]
+) -> T:
+    import penstock
+    from penstock.model.settings_loader import unknown
+
+    settings = invocation.settings()
+    for problem in unknown(os.environ):
+        output.note(f"{problem}; it is not heeded")
+    notice = asyncio.get_running_loop().call_later(NOTICE_S, _tell_of_silence, url, settings)
+    try:
+        async with penstock.connect(url, settings=settings) as bus:
+            notice.cancel()
+            return await work(bus)
+    finally:
+        notice.cancel()
+
+
+def _tell_of_silence(url: str, settings: Settings) -> None:
+    """A folder is opened by ourselves, however long it takes."""
+    if is_broker(url):
+        limit_s = settings.client.connect_s or settings.client.deadline_s
+        output.note(f"no broker has answered at {url} yet; trying for {limit_s:g} s (--timeout)")
+
+
+def _require_folder(url: str) -> None:
+    """A slip in a path must neither make a folder nor look like an empty bus."""
+    folder = folder_of(url)
+    if folder is not None and not (folder / ABOUT_FILE).exists():
+        what = "holds no Penstock data" if folder.is_dir() else "does not exist"
+        raise NotADataFolder(
+            f"the folder {folder} {what}. Name the data folder with --url or PENSTOCK_URL, or make "
+            "one with `penstock publish` or `penstock topic create`",
+            path=str(folder),
+        )
+
+
+def require_broker(url: str, what: str) -> None:
+    """Refuse what only a broker has."""
+    if not is_broker(url):
+        raise Unsupported(
+            f"{url} is no broker, and only a broker has {what}. Name one with --url "
+            "penstock://host:5557 or PENSTOCK_URL",
+            capability=what,
+        )
+
+
+# -- exits ----------------------------------------------------------------------------------------
+
+
+OK = 0
+FAILED = 1
+INVALID = 2
+NOT_FOUND = 3
+REFUSED = 4
+REJECTED = 5
+STORAGE = 6
+TIMEOUT = 7
+INTERRUPTED = 130
+TERMINATED = 143
+
+MEANINGS: dict[int, str] = {
+    OK: "It worked. Also when the reader of a pipe went away early, as `head` does.",
+    FAILED: "The operation failed, or a check found problems; any error code not named below.",
+    INVALID: "Wrong usage or invalid input (`invalid.*`), or a part that is not installed (`missing.*`).",
+    NOT_FOUND: "The name or id does not exist (`notfound.*`).",
+    REFUSED: "Understood, and not allowed: a missing confirmation, write-once data (`refused.*`), a token that is missing or does not suffice (`access.*`).",
+    REJECTED: "A limit was reached (`rejected.*`); try again later.",
+    STORAGE: "The data folder or the disk (`storage.*`): locked, damaged, not there.",
+    TIMEOUT: "No answer in time (`timeout.*`).",
+    INTERRUPTED: "Interrupted with Ctrl-C. `publish` says how many events were acknowledged.",
+    TERMINATED: "Ended by SIGTERM; the same promise as for Ctrl-C.",
+}
+
+_BY_FAMILY = {
+    "invalid": INVALID,
+    "missing": INVALID,
+    "notfound": NOT_FOUND,
+    "refused": REFUSED,
+    "access": REFUSED,
+    "rejected": REJECTED,
+    "storage": STORAGE,
+    "timeout": TIMEOUT,
+}
+
+
+def exit_code(error_code: str) -> int:
+    """The exit code for an error code of docs/reference/errors.md.
+
+    >>> exit_code("notfound.topic"), exit_code("delivery.fenced")
+    (3, 1)
+    """
+    return _BY_FAMILY.get(error_code.partition(".")[0], FAILED)
+
+
+# -- stopping -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def asked_to_stop(after_s: float | None = None) -> Iterator[threading.Event]:
+    """Set by the first signal or when the time is over; a second signal does what it always does."""
+    event = threading.Event()
+    before: dict[int, Any] = {}
+
+    def stop(number: int, frame: Any) -> None:
+        event.set()
+        signal.signal(number, before[number])
+
+    for each in (signal.SIGINT, signal.SIGTERM):
+        before[each] = signal.signal(each, stop)
+    timer = threading.Timer(after_s or 0, event.set)
+    timer.daemon = True
+    if after_s is not None:
+        timer.start()
+    try:
+        yield event
+    finally:
+        timer.cancel()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# -- confirm --------------------------------------------------------------------------------------
+
+
+def confirm_options(word: str) -> Callable[[Any], Any]:
+    """The options `--confirm WORD` and `--dry-run` of a command."""
+    confirm = click.option("--confirm", default="", metavar=word, help=f"Must be {word}; on a terminal it is asked for, elsewhere nothing happens without it.")  # fmt: skip
+    dry_run = click.option("--dry-run", is_flag=True, help="Show what would happen, and change nothing.")  # fmt: skip
+    return lambda function: confirm(dry_run(function))
+
+
+def destroy(
+    invocation: Invocation,
+    word: str,
+    given: str,
+    dry_run: bool,
+    what: str,
+    work: Callable[[penstock.Bus, str, bool], Awaitable[T]],
+    show: Callable[[T], None],
+) -> None:
+    """Do `work(bus, confirm, dry_run)` when the word was given, or else is given now; `what` says what it does."""
+
+    def run(confirm: str, dry: bool) -> T:
+        return change(invocation, lambda bus: work(bus, confirm, dry))
+
+    asks = not given and not invocation.json and sys.stdin.isatty() and sys.stderr.isatty()
+    if dry_run or asks:
+        show(run("", True))
+        output.note("dry run: nothing was changed" if dry_run else f"this {what}")
+    if dry_run:
+        return
+    if asks:
+        given = click.prompt(f"type {word} to go on", default="", show_default=False, err=True)
+    if given != word:
+        raise ConfirmationNeeded(
+            f"this {what}. Nothing was changed; repeat with --confirm {word}, or with --dry-run to "
+            "see what would happen",
+            confirm=word,
+        )
+    show(run(word, False))
+
+
+def show_effect(invocation: Invocation, done: str) -> Callable[[Any], None]:
+    """Prints an effect: `done` is the word for what happened to its target."""
+
+    def show(effect: Any) -> None:
+        record = output.plain(effect)
+        head = {done if effect.done else f"would be {done}": effect.target}
+        if invocation.json:
+            output.print_json({done: effect.target if effect.done else None} | record)
+            return
+        groups = record.pop("groups")
+        rest = {name: record[name] for name in ("events", "sealed_bytes", "topics") if record[name]}
+        output.show_record(invocation, head | rest)
+        if groups:
+            output.print_text("")
+            output.show_rows(invocation, groups, list(groups[0]))
+
+    return show
+
+
+# -- complete -------------------------------------------------------------------------------------
+
+
+PATIENCE_S = 2.0  # a shell that hangs on Tab is worse than one that offers nothing
+
+
+def complete_topic(
+    context: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[str]:
+    """Topics that begin with what was typed."""
+    return _names(context, "topics", incomplete)
+
+
+def complete_group(
+    context: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[str]:
+    """Groups that begin with what was typed."""
+    return _names(context, "groups", incomplete)
+
+
+def _names(context: click.Context, kind: str, incomplete: str) -> list[str]:
+    invocation = context.ensure_object(Invocation)
+    folder = folder_of(invocation.url)
+    if folder is None or not folder.is_dir():
+        return []
+
+    async def ask() -> list[str]:
+        from penstock import connect  # takes its time, which is not the folder's fault
+
+        async with (
+            asyncio.timeout(PATIENCE_S),
+            connect(read_only(invocation.url), settings=invocation.settings()) as bus,
+        ):
+            catalogue: Any = getattr(bus, kind)
+            return [each.name for each in await catalogue.list()]
+
+    try:
+        names = asyncio.run(ask())
+    except Exception:  # whatever it is, it is no reason to disturb somebody who is typing
+        return []
+    return [name for name in names if name.startswith(incomplete)]

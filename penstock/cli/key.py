@@ -22,7 +22,7 @@ def create(invocation: Invocation) -> None:
     server.curve_clients; a client has the broker's public key in client.curve_server_key and its own
     secret key in client.curve_secret_key.
     """
-    from penstock.server.curve import make_keys  # loads ZeroMQ, which --help need not
+    from penstock.server.transports.curve import make_keys
 
     public, secret = make_keys()
     _print(invocation, public=public, secret=secret)
@@ -33,7 +33,7 @@ def create(invocation: Invocation) -> None:
 def public(invocation: Invocation) -> None:
     """Print the public key that belongs to server.curve_secret_key of the settings."""
     from penstock.model.errors import InvalidSettings
-    from penstock.server.curve import public_key
+    from penstock.server.transports.curve import public_key
 
     secret = invocation.settings().server.curve_secret_key
     if not secret:

@@ -2,28 +2,40 @@
 
 Results go to stdout, everything else to stderr. Control characters in data are shown escaped, so
 that an event cannot take over the terminal it is looked at with.
+
+How one event looks: an object, a line, its bare payload, or a template of yours.
+
+Paging: which part of a list a command shows, within the limits of the admin API.
 """
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import datetime
 import re
 import select
+import string
 import sys
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+import click
 import msgspec
 
-from penstock.model.quantity import show
+from penstock.engines.requests import MAX_PAGE, MAX_SKIP
+from penstock.model.parameter import show
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
+    import penstock
     from penstock.cli.invocation import Invocation
+
+# -- output ---------------------------------------------------------------------------------------
+
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
@@ -211,3 +223,141 @@ def reader_gone() -> bool:
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
+
+
+# -- view -----------------------------------------------------------------------------------------
+
+
+READABLE_CODECS = frozenset({"json", "msgpack"})
+PRESETS = ("line", "value", "json")
+FIELDS = (
+    "id", "topic", "tenant", "partition", "offset", "key", "value", "codec", "time",
+    "append_time", "token", "priority", "headers",
+)  # fmt: skip
+
+
+def payload_fields(payload: bytes, codec: str | None) -> dict[str, Any]:
+    """`value` when the payload can be shown as it is meant, `base64` otherwise.
+
+    >>> payload_fields(b'{"id":7}', "json"), payload_fields(b"text", "raw"), payload_fields(b"\\xff", "raw")
+    ({'value': {'id': 7}}, {'value': 'text'}, {'base64': '/w=='})
+    """
+    try:
+        if codec == "json":
+            return {"value": msgspec.json.decode(payload)}
+        if codec == "msgpack":
+            value = msgspec.msgpack.decode(payload)
+            msgspec.json.encode(value)
+            return {"value": value}
+        if codec in ("raw", None):
+            return {"value": payload.decode()}
+    except (ValueError, TypeError, RecursionError):
+        pass
+    return {"base64": base64.b64encode(payload).decode()}
+
+
+def key_text(key: bytes | None) -> Any:
+    """A key as text where it is text."""
+    return None if key is None else plain(key)
+
+
+def event_record(event: penstock.Event) -> dict[str, Any]:
+    """Everything about an event, for JSON."""
+    record = {
+        "id": str(event.id),
+        "topic": event.topic,
+        "tenant": event.tenant,
+        "partition": event.partition,
+        "offset": event.offset,
+        "token": str(event.token),
+        "time_us": event.time_us,
+        "append_time_us": event.append_time_us,
+        "key": key_text(event.key),
+        "headers": dict(event.headers),
+        "codec": event.codec,
+        "priority": event.priority,
+        "expires_us": event.expires_us,
+    }
+    return record | payload_fields(event.payload, event.codec)
+
+
+def value_text(payload: bytes, codec: str | None) -> str:
+    """A payload in one line of text."""
+    found = payload_fields(payload, codec)
+    if "base64" in found:
+        return f"base64:{found['base64']}"
+    value = found["value"]
+    return escaped(value if codec in ("raw", None) else msgspec.json.encode(value).decode())
+
+
+def _line(event: penstock.Event) -> bytes:
+    key = "" if event.key is None else f" key={cell(key_text(event.key))}"
+    headers = "".join(f" {escaped(f'{name}={value}')}" for name, value in event.headers.items())
+    text = (
+        f"{moment(event.time_us)} {event.id}{key}{headers} {value_text(event.payload, event.codec)}"
+    )
+    return text.encode("utf-8", "replace") + b"\n"
+
+
+def _json(event: penstock.Event) -> bytes:
+    return msgspec.json.encode(event_record(event)) + b"\n"
+
+
+def _value(event: penstock.Event) -> bytes:
+    return event.payload + b"\n"
+
+
+def _template(text: str) -> Callable[[penstock.Event], bytes]:
+    try:
+        names = [
+            (name, spec, conversion) for _, name, spec, conversion in string.Formatter().parse(text)
+        ]
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r}: {error}") from None
+    for name, spec, conversion in names:
+        # Only plain names: a template is no way to reach into objects.
+        if name is not None and (name not in FIELDS or spec or conversion):
+            raise click.BadParameter(f"{text!r}: {{{name}}} is not one of {', '.join(FIELDS)}")
+
+    def render(event: penstock.Event) -> bytes:
+        record = event_record(event)
+        fields = {name: cell(record.get(name)) for name in FIELDS}
+        fields["time"] = moment(event.time_us)
+        fields["append_time"] = moment(event.append_time_us)
+        fields["value"] = value_text(event.payload, event.codec)
+        return text.format_map(fields).encode("utf-8", "replace") + b"\n"
+
+    return render
+
+
+def renderer(format: str, *, json: bool) -> Callable[[penstock.Event], bytes]:
+    """The function that turns an event into the bytes to print."""
+    presets = {"line": _line, "value": _value, "json": _json}
+    if format not in presets and "{" not in format:
+        raise click.BadParameter(f"--format {format}: give {', '.join(PRESETS)} or a template such as '{{offset}} {{value}}'")  # fmt: skip
+    chosen = presets.get(format) or _template(format)
+    return _json if json else chosen
+
+
+FORMAT_HELP = "line, value (the bare payload), json, or a template such as '{offset} {value}'."
+
+
+# -- paging ---------------------------------------------------------------------------------------
+
+
+def note_rest(there: int, limit: int, offset: int) -> None:
+    """Say how much of a list a page leaves out."""
+    rest = there - offset - limit
+    if rest > 0:
+        note(f"{rest} more: go on with --offset {offset + limit}, or raise --limit")
+
+
+def page_options(limit: int) -> Callable[[Any], Any]:
+    """The `--limit` and `--offset` options of a command."""
+
+    def decorate(function: Any) -> Any:
+        most = click.IntRange(1, MAX_PAGE)
+        function = click.option("--offset", type=click.IntRange(0, MAX_SKIP), default=0, show_default=True, help="After so many.")(function)  # fmt: skip
+        return click.option("--limit", type=most, default=limit, show_default=True, help=f"At most so many, up to {MAX_PAGE}.")(function)  # fmt: skip
+
+    return decorate

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock.cli import output
-from penstock.cli.invocation import Invocation, Noun
-from penstock.cli.stopping import asked_to_stop
-from penstock.cli.warehouse_option import open_warehouse, read_toml, warehouse_options
-from penstock.cli.when import DURATION
+from penstock.cli.arguments import DURATION, open_warehouse, read_toml, warehouse_options
+from penstock.cli.invocation import Invocation, Noun, asked_to_stop
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -52,10 +50,10 @@ def _spark_options(function: Any) -> Any:
 @click.pass_obj
 def list_(invocation: Invocation, folder: str | None) -> None:
     """List the pipelines there are."""
-    from penstock.pipelines.requirement import check_requirements
+    from penstock.pipelines.session import check_requirements
 
     check_requirements()
-    from penstock.pipelines.discovery import discover
+    from penstock.pipelines.pipeline import discover
 
     rows = [
         {
@@ -97,7 +95,7 @@ def list_(invocation: Invocation, folder: str | None) -> None:
 @click.pass_obj
 def run(invocation: Invocation, /, name: str, **said: Any) -> None:
     """Run a pipeline; Ctrl-C stops it, and it goes on from there the next time."""
-    from penstock.cli.pipelining import run_stream, run_table
+    from penstock.cli.pipeline_run import run_stream, run_table
 
     made, spark, route = _prepared(invocation, name, said)
     params = _params(said["params_file"], said["params"])
@@ -123,13 +121,13 @@ def run(invocation: Invocation, /, name: str, **said: Any) -> None:
 @click.pass_obj
 def status(invocation: Invocation, name: str, topics: str | None, state: str, token: str | None, folder: str | None) -> None:  # fmt: skip
     """Show how far a pipeline is: its last batch, and how many events are left."""
-    from penstock.pipelines.requirement import check_requirements
+    from penstock.pipelines.session import check_requirements
 
     check_requirements()
-    from penstock.pipelines import checkpoint
-    from penstock.pipelines.discovery import find
+    from penstock.pipelines import run as checkpoint
+    from penstock.pipelines.pipeline import find
     from penstock.pipelines.plan import Topics, behind
-    from penstock.pipelines.store import store_at
+    from penstock.pipelines.stores import store_at
 
     made = find(name, folder)
     found = checkpoint.standing(Path(state) / made.name)
@@ -170,8 +168,8 @@ def test(invocation: Invocation, /, name: str, rows: str, expect: str | None, **
     A row is an object with `payload` and whatever else it should have: topic, key, headers,
     event_time. With several inputs it has `input`, the name of the argument.
     """
-    from penstock.cli.pipelining import run_test
-    from penstock.pipelines.discovery import find
+    from penstock.cli.pipeline_run import run_test
+    from penstock.pipelines.pipeline import find
 
     spark = _spark(invocation, said)
     made = find(name, said["folder"])
@@ -180,10 +178,10 @@ def test(invocation: Invocation, /, name: str, rows: str, expect: str | None, **
 
 
 def _prepared(invocation: Invocation, name: str, said: dict[str, Any]) -> tuple[Pipeline, SparkSession, Any]:  # fmt: skip
-    from penstock.pipelines.requirement import check_requirements
+    from penstock.pipelines.session import check_requirements
 
     check_requirements()
-    from penstock.pipelines.discovery import find
+    from penstock.pipelines.pipeline import find
     from penstock.pipelines.run import Route, check_goes_somewhere, parameters
 
     # All that can be wrong is told at once, before Java starts.

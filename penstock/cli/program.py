@@ -11,7 +11,7 @@ import subprocess
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.cli import output
-from penstock.cli.view import key_text
+from penstock.cli.output import key_text
 
 if TYPE_CHECKING:
     import penstock

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock.cli.app import PROGRAM, root
-from penstock.cli.exits import MEANINGS
+from penstock.cli.invocation import MEANINGS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock.cli import output
-from penstock.cli.complete import complete_topic
-from penstock.cli.invocation import Invocation, leaf
-from penstock.cli.view import FORMAT_HELP, renderer
-from penstock.cli.visit import look
-from penstock.cli.when import MOMENT
+from penstock.cli.arguments import MOMENT
+from penstock.cli.invocation import Invocation, complete_topic, leaf, look
+from penstock.cli.output import FORMAT_HELP, renderer
 
 if TYPE_CHECKING:
     import penstock

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from penstock.cli import exits, output
-from penstock.cli.complete import complete_topic
-from penstock.cli.invocation import Invocation, leaf
+from penstock.cli import invocation as exits
+from penstock.cli import output
+from penstock.cli.invocation import Invocation, change, complete_topic, leaf
 from penstock.cli.program import EXEC_HELP, HOPELESS, run_program
-from penstock.cli.publisher import understood
-from penstock.cli.visit import change
+from penstock.cli.publish import understood
 from penstock.model.errors import DeliveryError, InvalidInput
 
 if TYPE_CHECKING:

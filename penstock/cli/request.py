@@ -8,11 +8,8 @@ import click
 import msgspec
 
 from penstock.cli import output
-from penstock.cli.complete import complete_topic
-from penstock.cli.invocation import Invocation, leaf
-from penstock.cli.publish import parse_headers
-from penstock.cli.publisher import understood
-from penstock.cli.visit import change
+from penstock.cli.invocation import Invocation, change, complete_topic, leaf
+from penstock.cli.publish import parse_headers, understood
 
 if TYPE_CHECKING:
     import penstock

@@ -7,9 +7,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock.cli import output
-from penstock.cli.confirm import confirm_options, destroy, show_effect
-from penstock.cli.invocation import Invocation, Noun
-from penstock.cli.visit import change, look
+from penstock.cli.invocation import (
+    Invocation,
+    Noun,
+    change,
+    confirm_options,
+    destroy,
+    look,
+    show_effect,
+)
 
 if TYPE_CHECKING:
     import penstock
@@ -58,8 +64,7 @@ def add(invocation: Invocation, schedule_id: str, topic: str, value: str, cron: 
 
     VALUE is published as JSON where it is JSON, as raw text otherwise.
     """
-    from penstock.cli.publish import parse_headers
-    from penstock.cli.publisher import understood
+    from penstock.cli.publish import parse_headers, understood
 
     if (cron is None) == (every is None):
         raise click.UsageError("give --cron or --every, one of them")

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from penstock.cli import output
-from penstock.cli.invocation import Invocation, Noun
-from penstock.cli.paging import note_rest, page_options
-from penstock.cli.visit import look, require_broker
+from penstock.cli.invocation import Invocation, Noun, look, require_broker
+from penstock.cli.output import note_rest, page_options
 
 if TYPE_CHECKING:
     import penstock
@@ -33,7 +32,7 @@ def list_(invocation: Invocation, limit: int, offset: int) -> None:
     require_broker(invocation.url, "sessions")
 
     async def work(bus: penstock.Bus) -> list[Any]:
-        from penstock.engines.request import ListSessions
+        from penstock.engines.requests import ListSessions
 
         return list(await bus.ask(ListSessions()))
 

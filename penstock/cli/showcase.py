@@ -1,6 +1,8 @@
 """`penstock showcase`: broker, producers of several tenants and the risk-tag pipeline, live.
 
 What `make run` runs: the whole product on one machine, and its books balanced at the end.
+
+The first results of the showcase: told as soon as they are on the bus, long before the books close.
 """
 
 from __future__ import annotations
@@ -10,20 +12,27 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 import click
+import msgspec
 
-from penstock.cli import exits, output
-from penstock.cli.invocation import DEFAULT_URL, Invocation, folder_of, leaf
-from penstock.cli.stopping import asked_to_stop
-from penstock.cli.when import DURATION
+from penstock.cli import invocation as exits
+from penstock.cli import output
+from penstock.cli.arguments import DURATION
+from penstock.cli.invocation import DEFAULT_URL, Invocation, asked_to_stop, folder_of, leaf
 from penstock.model.errors import InvalidInput, PenstockError
+from penstock.pipelines.builtin.risk_tags import TAGS
 
 if TYPE_CHECKING:
+    from penstock.model.event import Event
     from penstock.pipelines.builtin.evidence import Counts
-    from penstock.pipelines.builtin.stock import Balance
+    from penstock.pipelines.builtin.risk_tags import Balance
     from penstock.testing.broker_process import BrokerProcess
+
+# -- showcase -------------------------------------------------------------------------------------
+
 
 FOLDER = "./showcase-data"
 PIPELINE = "risk-tags"
@@ -43,7 +52,7 @@ def command(invocation: Invocation, for_s: float | None, rate: float, master: st
     ./showcase-data unless --url names another folder. Ends with 1 unless, for each tenant, every
     event ended as a result, a duplicate, a late or a bad row.
     """  # fmt: skip
-    from penstock.pipelines.requirement import check_requirements
+    from penstock.pipelines.session import check_requirements
 
     began = time.monotonic()
     check_requirements()
@@ -66,7 +75,7 @@ def _run(
     stopping: threading.Event,
     began: float,
 ) -> tuple[dict[str, Balance], int]:
-    from penstock.cli.glimpse import Glimpse
+    pass
     from penstock.testing.broker_process import BrokerProcess
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -129,10 +138,10 @@ def _pipeline(
     """The pipeline until producers have stopped and everything is done; returns its table's rows."""
     from pyspark.errors import PySparkException
 
-    from penstock.pipelines.discovery import find
-    from penstock.pipelines.display import watch
     from penstock.pipelines.failure import explain_failure
     from penstock.pipelines.lakehouse.warehouse import Warehouse
+    from penstock.pipelines.pipeline import find
+    from penstock.pipelines.progress import watch
     from penstock.pipelines.run import Route, start
     from penstock.pipelines.session import spark_session
 
@@ -171,7 +180,7 @@ def _caught_up(query: Any, producing: _Producing) -> Callable[[], bool]:
 
 async def _books(url: str, tenants: list[str]) -> dict[str, Balance]:
     import penstock
-    from penstock.pipelines.builtin.stock import take_stock
+    from penstock.pipelines.builtin.risk_tags import take_stock
 
     async with penstock.connect(url) as bus:
         return await take_stock(bus, tenants)
@@ -194,3 +203,82 @@ def _report(
             output.note(f"{tenant}: look at {', '.join(each.examples)}")
     out = sum(each.out for each in books.values())
     output.note(f"the table in {folder / 'warehouse'} holds {table_rows:,} rows of {out:,} results")
+
+
+# -- glimpse --------------------------------------------------------------------------------------
+
+
+SHOWN = 3  # results with a tag: enough to see what a result is, few enough for a terminal
+LOOK_S = 0.2  # between two looks at whether the showcase is over
+
+
+class _Tag(msgspec.Struct):
+    tag: str
+
+
+class _Result(msgspec.Struct):
+    tenant: str
+    risk: str
+    tags: list[_Tag]
+    asset: str | None = None
+
+
+class Glimpse(threading.Thread):
+    """Listens on the bus for the pipeline's first results, and tells how long they took.
+
+    What is on the bus already is of an earlier run and no result of this one.
+    """
+
+    def __init__(self, url: str, began: float, tell: Callable[[str], None] = output.note) -> None:
+        super().__init__(name="glimpse", daemon=True)
+        self._url, self._began, self._tell = url, began, tell
+        self._listening, self._over = threading.Event(), threading.Event()
+
+    def __enter__(self) -> Self:
+        self.start()
+        self._listening.wait()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._over.set()
+        self.join()
+
+    def run(self) -> None:
+        """Listen until enough was shown or the showcase is over; it goes on without us."""
+        try:
+            asyncio.run(self._listen())
+        except PenstockError as error:
+            self._tell(f"first results cannot be shown: {error.message}; the showcase goes on")
+        finally:
+            self._listening.set()
+
+    async def _listen(self) -> None:
+        import penstock
+
+        seen = shown = 0
+        async with (
+            penstock.connect(self._url) as bus,
+            bus.subscribe(f"{TAGS}.#", mode="log", start="latest") as results,
+        ):
+            self._listening.set()
+            while shown < SHOWN and not self._over.is_set():
+                event = await results.get(timeout_s=LOOK_S)
+                if event is None:
+                    continue
+                if not seen:
+                    self._tell(f"results   first after {time.monotonic() - self._began:.1f} s")
+                seen += 1
+                shown += self._show(event)
+
+    def _show(self, event: Event) -> bool:
+        """Tell a result that earned a tag; most earn none."""
+        found = msgspec.json.decode(event.payload, type=_Result)
+        if found.tags:
+            tags = ", ".join(each.tag for each in found.tags)
+            self._tell(f"          {found.tenant}  {found.asset}  {found.risk}: {tags}")
+        return bool(found.tags)

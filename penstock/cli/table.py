@@ -9,10 +9,8 @@ import click
 import msgspec
 
 from penstock.cli import output
-from penstock.cli.invocation import Invocation, Noun, folder_of
-from penstock.cli.stopping import asked_to_stop
-from penstock.cli.warehouse_option import open_warehouse, warehouse_options
-from penstock.cli.when import DURATION
+from penstock.cli.arguments import DURATION, open_warehouse, warehouse_options
+from penstock.cli.invocation import Invocation, Noun, asked_to_stop, folder_of
 from penstock.model.errors import PenstockError
 
 every_option = click.option(
@@ -89,7 +87,7 @@ def compact(invocation: Invocation, /, names: tuple[str, ...], mb: int, keep_s: 
 
     Queries may write to them meanwhile. Tables of topics are left to the log, which merges their files.
     """
-    from penstock.model.setting import MIB
+    from penstock.model.settings import MIB
     from penstock.pipelines.lakehouse.compaction import compact as compact_table
 
     with open_warehouse(said, create=False) as warehouse, asked_to_stop() as stopped:

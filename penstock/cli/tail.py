@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli import exits, output
-from penstock.cli.complete import complete_topic
-from penstock.cli.invocation import Invocation, leaf
-from penstock.cli.view import FORMAT_HELP, renderer
-from penstock.cli.visit import look
-from penstock.cli.when import MOMENT, POSITION
+from penstock.cli import invocation as exits
+from penstock.cli import output
+from penstock.cli.arguments import MOMENT, POSITION
+from penstock.cli.invocation import Invocation, complete_topic, leaf, look
+from penstock.cli.output import FORMAT_HELP, renderer
 
 if TYPE_CHECKING:
     import penstock

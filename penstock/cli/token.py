@@ -5,9 +5,9 @@ from __future__ import annotations
 import click
 
 from penstock.cli import output
+from penstock.cli.arguments import DURATION
 from penstock.cli.invocation import Invocation, Noun
-from penstock.cli.when import DURATION
-from penstock.model.role import ROLES
+from penstock.model.event import ROLES
 
 
 @click.group("token", cls=Noun)
@@ -28,7 +28,7 @@ def create(
 
     The broker needs the same secret. A token cannot be called back: keep its time short.
     """
-    from penstock.server.auth import Doorkeeper  # loads Arrow, which --help need not
+    from penstock.server.auth import Doorkeeper
 
     token = Doorkeeper(invocation.settings().auth).issue(tenant, subject, roles, ttl_s)
     if invocation.json:

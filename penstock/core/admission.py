@@ -1,4 +1,6 @@
-"""Admission: whether a batch may come in now, answered at once and never with silence.
+"""Quotas: the limits an operator sets, and the token bucket that measures a rate against them.
+
+Admission: whether a batch may come in now, answered at once and never with silence.
 
 Every limit counts events, however they were packed. A batch is taken whole or not at all. The
 answer is ADMITTED or says which limit was reached and when to try again:
@@ -8,23 +10,152 @@ answer is ADMITTED or says which limit was reached and when to try again:
     dropped     the batch is larger than the limit itself, so that trying again cannot help
 
 docs/reference/admission.md describes each limit and how the shared one is kept fair.
+
+Windows: what the consumers of one tenant may hold together, and each of them alone (row T11).
+
+A window is looked at when leases are made. A group that finds none open is told when something of
+the tenant was settled, in whichever group that was.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from math import inf
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from penstock.core.quota import AdmissionLimits, Bucket, TenantLimits, check_limits
+from penstock.core.lease import Member
 from penstock.model.errors import (
     Deferred,
     Dropped,
+    InvalidSettings,
     Rejected,
     ReplayLimited,
     Throttled,
 )
+
+if TYPE_CHECKING:
+    from penstock.core.delivery import QueueGroup
+
+# -- quota ----------------------------------------------------------------------------------------
+
+
+SLACK = 1e-6
+"""Tokens forgiven, so that a caller who waits exactly as long as told is never refused by the last
+bit of a float: a millionth of one event or byte."""
+
+
+class TenantLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What one tenant may use; None leaves that measure to the limits of everyone.
+
+    >>> TenantLimits(events_per_s=100).burst_s
+    1.0
+    """
+
+    max_inflight: int | None = None
+    max_queued: int | None = None
+    max_ingress: int | None = None
+    events_per_s: float | None = None
+    bytes_per_s: float | None = None
+    storage_bytes: int | None = None
+    replays_per_minute: float | None = None
+    burst_s: float = 1.0
+    """A rate may be used up to this many seconds in advance, and no batch may exceed that."""
+
+
+class AdmissionLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """The limits of a bus; None switches one off.
+
+    >>> AdmissionLimits().max_global_ingress
+    8192
+    """
+
+    max_inflight_per_consumer: int | None = 1024
+    max_per_topic_queue: int | None = 256
+    max_queued_direct: int | None = 4096
+    max_global_ingress: int | None = 8192
+    tenants: dict[str, TenantLimits] = {}
+    default: TenantLimits = TenantLimits()
+    """For tenants that `tenants` does not name."""
+
+
+def check_limits(limits: AdmissionLimits) -> None:
+    """Raise InvalidSettings for a limit that is negative or no number."""
+    for owner, group in (("", limits), ("default.", limits.default), *limits.tenants.items()):
+        for name in group.__struct_fields__:
+            value = getattr(group, name)
+            if isinstance(value, int | float) and not 0 <= value < inf:
+                raise InvalidSettings(
+                    f"{owner} {name} is {value}; the limits in force were kept; use 0 or more, or none",
+                    name=name,
+                    value=value,
+                )
+
+
+class Bucket:
+    """Tokens that flow in at a rate, up to a capacity, and are taken out by what is let through.
+
+    >>> bucket = Bucket(rate_per_s=10, capacity=5)
+    >>> bucket.wait_s(5, now_s=0.0); bucket.take(5)
+    0.0
+    >>> bucket.wait_s(1, now_s=0.0), bucket.wait_s(6, now_s=0.0)
+    (0.1, None)
+    """
+
+    __slots__ = ("_at_s", "_tokens", "capacity", "rate_per_s")
+
+    def __init__(self, rate_per_s: float, capacity: float) -> None:
+        self.rate_per_s = rate_per_s
+        self.capacity = capacity
+        self._tokens = capacity
+        self._at_s = -inf
+
+    @classmethod
+    def of(cls, before: Bucket | None, rate_per_s: float | None, burst: float) -> Bucket | None:
+        """The bucket for a setting: none without a rate, and never fuller than it was before."""
+        if rate_per_s is None:
+            return None
+        # A rate below one event a burst still lets single events through, one at a time.
+        made = cls(rate_per_s, max(burst, 1.0) if rate_per_s else 0.0)
+        if before is not None:
+            made._tokens = min(made.capacity, before._tokens)
+            made._at_s = before._at_s
+        return made
+
+    def wait_s(self, amount: float, now_s: float) -> float | None:
+        """How long until `amount` could be taken: 0 at once, None never."""
+        if amount > self.capacity:
+            return None
+        self._earn(now_s)
+        missing = amount - self._tokens
+        if missing <= SLACK:
+            return 0.0
+        # After a step back, nothing is earned until the clock is where it had been.
+        return missing / self.rate_per_s + (self._at_s - now_s)
+
+    def _earn(self, now_s: float) -> None:
+        if now_s > self._at_s:
+            earned = (now_s - self._at_s) * self.rate_per_s
+            self._tokens = min(self.capacity, self._tokens + earned)
+            self._at_s = now_s
+
+    def ahead_s(self, now_s: float) -> float:
+        """For how long nothing would have to be taken until the bucket is full."""
+        self._earn(now_s)
+        return (self.capacity - self._tokens) / self.rate_per_s if self.rate_per_s else 0.0
+
+    def take(self, amount: float) -> None:
+        """Take out what `wait_s` just allowed."""
+        self._tokens -= amount
+
+    def full(self, now_s: float) -> bool:
+        """Whether a new bucket would hold the same."""
+        return self.wait_s(self.capacity, now_s) == 0.0
+
+
+# -- admission ------------------------------------------------------------------------------------
+
 
 SWEEP_TENANTS = 10_000
 """Tenants remembered before the idle ones are forgotten; each takes about 1 KB."""
@@ -445,3 +576,93 @@ def _over(events: int, cap: int, name: str, retry_after_s: float) -> Refusal:
     if events > cap:
         return Refusal("dropped", name, cap, most=cap)
     return Refusal("deferred", name, cap, retry_after_s)
+
+
+# -- window ---------------------------------------------------------------------------------------
+
+
+MAX_HELD_EVENTS = 1_000_000
+"""Of one consumer that no limit holds back: its leases must still fit the memory."""
+
+
+class Window:
+    """How many events the consumers of one tenant hold together, and how many they may."""
+
+    __slots__ = ("_hungry", "_wake", "held", "limit", "members")
+
+    def __init__(self, limit: int, wake: Callable[[QueueGroup], None]) -> None:
+        self.limit = limit
+        self.held = self.members = 0
+        self._hungry: dict[QueueGroup, None] = {}
+        self._wake = wake
+
+    def room(self, group: QueueGroup) -> int:
+        """How many more may be given out; a group that finds none is woken when there is some."""
+        free = self.limit - self.held
+        if free > 0:
+            return free
+        self._hungry[group] = None
+        return 0
+
+    def returned(self, count: int) -> None:
+        """Events are held no more."""
+        self.held -= count
+        if self._hungry and self.held < self.limit:
+            hungry, self._hungry = self._hungry, {}
+            for group in hungry:  # who waits longest comes first
+                self._wake(group)
+
+
+class Windows:
+    """Gives every consumer its credit, by the limits in force.
+
+    >>> from penstock.core.admission import TenantLimits
+    >>> limits = AdmissionLimits(tenants={"acme": TenantLimits(max_inflight=5)})
+    >>> windows, worker, guest = Windows(limits, print), Member("w", 0), Member("g", 0)
+    >>> windows.joined(worker, "acme", 2000); windows.joined(guest, "globex", 2000)
+    >>> worker.max_inflight, worker.window.limit, guest.max_inflight, guest.window
+    (2000, 5, 1024, None)
+    """
+
+    def __init__(self, limits: AdmissionLimits, wake: Callable[[QueueGroup], None]) -> None:
+        self.limits = limits
+        self.by_tenant: dict[str, Window] = {}
+        """Of tenants that have consumers and a `max_inflight`."""
+        self._wake = wake
+        self._wishes: dict[Member, tuple[str, int]] = {}
+
+    def joined(self, member: Member, tenant: str, wish: int) -> None:
+        """A consumer of a tenant would hold up to `wish` events."""
+        self._wishes[member] = tenant, wish
+        own = self.limits.tenants.get(tenant, self.limits.default).max_inflight
+        general = self.limits.max_inflight_per_consumer
+        most = MAX_HELD_EVENTS if own is not None or general is None else general
+        member.max_inflight = min(wish, most)
+        if own is None:
+            return
+        window = self.by_tenant.get(tenant)
+        if window is None:
+            window = self.by_tenant[tenant] = Window(own, self._wake)
+        window.members += 1
+        window.held += member.inflight
+        member.window = window
+
+    def left(self, member: Member) -> None:
+        """A consumer is gone, and whatever it held with it."""
+        tenant, _ = self._wishes.pop(member, ("", 0))
+        window, member.window = member.window, None
+        if window is None:
+            return
+        window.members -= 1
+        window.returned(member.inflight)
+        if not window.members:
+            del self.by_tenant[tenant]
+
+    def reload(self, limits: AdmissionLimits) -> None:
+        """Put new limits in force for the consumers that are there; what they hold stays counted."""
+        self.limits = limits
+        self.by_tenant = {}
+        wishes, self._wishes = self._wishes, {}
+        for member, (tenant, wish) in wishes.items():
+            member.window = None
+            self.joined(member, tenant, wish)

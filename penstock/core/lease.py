@@ -7,17 +7,12 @@ from collections import deque
 from collections.abc import MutableSequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.model.errors import (
-    AlreadySettled,
-    DeliveryError,
-    Fenced,
-    LeaseExpired,
-)
+from penstock.model.errors import AlreadySettled, DeliveryError, Fenced, LeaseExpired
 from penstock.model.parameter import seconds as in_seconds
 
 if TYPE_CHECKING:
+    from penstock.core.admission import Window
     from penstock.core.delivery import QueueGroup
-    from penstock.core.window import Window
 
 OUT = 0  # handed to a member, not settled: row T5's "dispatched"
 ACKED = 1

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import inspect
 
-from penstock.engines.answers import ANSWERS, READ_ONLY
+from penstock.engines.requests import ANSWERS, READ_ONLY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

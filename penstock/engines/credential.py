@@ -13,7 +13,7 @@ from pathlib import Path
 
 from penstock.model.errors import InvalidSettings
 from penstock.model.parameter import refused, text
-from penstock.model.server_settings import Client
+from penstock.model.settings import Client
 
 MAX_TOKEN_CHARACTERS = 8_192  # what a broker reads of one
 

@@ -200,7 +200,7 @@ class Transaction(msgspec.Struct):
 
 
 class Request(msgspec.Struct, frozen=True):
-    """An administrative question or command; penstock.engines.request lists them."""
+    """An administrative question or command; penstock.engines.requests lists them."""
 
 
 class Engine(Protocol):

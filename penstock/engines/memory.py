@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import msgspec
 
-from penstock.engines.embedded import CAPABILITIES, EmbeddedEngine
-from penstock.engines.runtime import Runtime
+from penstock.engines.embedded.engine import CAPABILITIES, EmbeddedEngine
+from penstock.engines.embedded.runtime import Runtime
 from penstock.log.memory_disk import MemoryDisk
-from penstock.model.setting import MIB
-from penstock.model.settings import Settings
+from penstock.model.settings import MIB, Settings
 
 # Nothing outlives the process, so small files that are reclaimed early are better than large ones.
 FILE_BYTES = 16 * MIB

@@ -14,8 +14,8 @@ from collections.abc import MutableSequence
 from pathlib import Path
 from typing import cast
 
+from penstock.core.delivery import Handed
 from penstock.core.lease import Lease
-from penstock.core.takeup import Handed
 from penstock.log.disk import Disk
 
 FILE = "handovers"

@@ -1,4 +1,13 @@
-"""The manifest: which segments are the log, which offsets each holds, and how far sealing got.
+"""The manifest's file: records that are there completely, or not at all, and say which.
+
+A frame is a marker of four bytes, length and CRC-32 as 32-bit numbers, and its content. A record
+frame is written and synced, then a commit frame behind it, synced too. So a last record that is
+bad and has no commit was never acknowledged and may be cut, while a bad record with anything valid
+behind it is damage to what was promised.
+
+Which segments are live and which offsets each holds: the manifest's picture in memory.
+
+The manifest: which segments are the log, which offsets each holds, and how far sealing got.
 
 It is an append-only file, `segments/manifest-<generation>.log`. A change (segments added, segments
 removed) is one record and happens completely or not at all. When most of the file is history, the
@@ -7,29 +16,272 @@ next generation is written beside it and takes over. docs/reference/files.md has
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import struct
+from bisect import bisect_right, insort
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from penstock.log.disk import Disk, File, write_file
-from penstock.log.manifest_log import (
-    FORMAT,
-    HEAD,
-    AuditMark,
-    Change,
-    UnknownFormat,
-    commit_frame,
-    decode_change,
-    encode_change,
-    scan,
-)
 from penstock.log.segment import FOLDER, SegmentInfo
-from penstock.log.segment_index import SegmentIndex
 from penstock.log.segment_reader import corrupted
+from penstock.model.checksum import crc32
 from penstock.model.errors import Corrupted, FormatTooNew, StorageError, WriterFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
+
+    from penstock.log.segment import Range, SegmentInfo
+
+# -- manifest_log ---------------------------------------------------------------------------------
+
+
+FORMAT = 1
+HEAD = struct.Struct("<4sII")
+RECORD = b"PSmr"
+COMMIT = b"PSmc"
+# A record names every range of the segments it adds: a fold of the largest shared files with a
+# million ranges stays below this.
+MAX_RECORD_BYTES = 512 * 1024 * 1024
+
+
+class AuditMark(msgspec.Struct, frozen=True):
+    """How far the audit chain with that key was known to reach, and the hash of its record there."""
+
+    sequence: int
+    hash: str
+    public_key: str
+
+
+class Change(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One record: what came, what went, and up to where the journal is in segments."""
+
+    at_us: int
+    sealed_to: int
+    next_id: int
+    format: int  # of the record; no default, so that it is always written
+    add: list[SegmentInfo] = []
+    remove: list[int] = []
+    audit: AuditMark | None = None  # None: as before
+
+
+class UnknownFormat(ValueError):
+    """A record of another format than this code reads; `version` says which."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(version)
+        self.version = version
+
+
+class _Version(msgspec.Struct):
+    format: int
+
+
+class Scan(NamedTuple):
+    """What the frames of a manifest file say."""
+
+    changes: list[memoryview]  # encoded changes, committed
+    pending: memoryview | None  # a whole last record whose commit is not there
+    committed_end: int  # up to here everything is committed
+    whole_end: int  # up to here everything is whole
+    damaged_at: int | None  # where a frame is bad although something valid follows
+
+
+_decoder = msgspec.msgpack.Decoder(Change)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode_change(change: Change) -> bytes:
+    """A change as a record frame.
+
+    >>> view = memoryview(encode_change(Change(1, 2, 3, FORMAT)) + commit_frame())
+    >>> [decode_change(each).sealed_to for each in scan(view, 0).changes]
+    [2]
+    """
+    return _frame(RECORD, _encoder.encode(change))
+
+
+def encoded_size(info: SegmentInfo) -> int:
+    """What one segment takes in a record."""
+    return len(_encoder.encode(info))
+
+
+def commit_frame() -> bytes:
+    """The frame that makes the record before it count."""
+    return _frame(COMMIT, b"")
+
+
+def decode_change(content: memoryview) -> Change:
+    """A change out of the content of its frame; ValueError when it is none."""
+    version = msgspec.msgpack.decode(content, type=_Version).format
+    if version != FORMAT:
+        raise UnknownFormat(version)
+    return _decoder.decode(content)
+
+
+def _frame(marker: bytes, content: bytes) -> bytes:
+    return HEAD.pack(marker, len(content), _crc(marker, content)) + content
+
+
+def _crc(marker: bytes, content: bytes | memoryview) -> int:
+    return crc32(content, crc32(marker + len(content).to_bytes(4, "little")))
+
+
+def _read(view: memoryview, at: int) -> tuple[bytes, memoryview] | None:
+    """The whole and valid frame at a position, or None."""
+    if at + HEAD.size > len(view):
+        return None
+    marker, length, crc = HEAD.unpack_from(view, at)
+    end = at + HEAD.size + length
+    if marker not in (RECORD, COMMIT) or length > MAX_RECORD_BYTES or end > len(view):
+        return None
+    content = view[at + HEAD.size : end]
+    return (marker, content) if _crc(marker, content) == crc else None
+
+
+def scan(view: memoryview, start: int) -> Scan:
+    """Read frames from `start`, which must be the beginning of one."""
+    changes: list[memoryview] = []
+    pending: memoryview | None = None
+    committed = at = start
+    while frame := _read(view, at):
+        marker, content = frame
+        at += HEAD.size + len(content)
+        if marker == RECORD:
+            if pending is not None:
+                return Scan(changes, None, committed, at, committed)
+            pending = content
+        else:
+            if pending is not None:
+                changes.append(pending)
+                pending = None
+            committed = at
+    damaged = at if at < len(view) and _later(view, at) else None
+    return Scan(changes, pending, committed, at, damaged)
+
+
+def _later(view: memoryview, after: int) -> bool:
+    """Whether any valid frame follows a bad one: then the bad one had been acknowledged."""
+    data = bytes(view[after:])
+    for marker in (COMMIT, RECORD):
+        at = data.find(marker)
+        while at >= 0:
+            if _read(view, after + at):
+                return True
+            at = data.find(marker, at + 1)
+    return False
+
+
+# -- segment_index --------------------------------------------------------------------------------
+
+
+class Placed(NamedTuple):
+    """One range and the segment it is in, sorted by its first offset."""
+
+    first_offset: int
+    segment: SegmentInfo
+    range: Range
+
+
+class SegmentIndex:
+    """Live segments by id, and their ranges by topic, partition and offset."""
+
+    def __init__(self) -> None:
+        self.sealed_to = 0
+        self.at_us = 0
+        self.next_id = 1
+        self.audit: AuditMark | None = None
+        """What the audit chain must reach: it lies in another folder, which may be lost."""
+        self.total_bytes = 0
+        self._live_bytes = 0
+        self._segments: dict[int, SegmentInfo] = {}
+        self._lanes: dict[tuple[str, int], list[Placed]] = {}
+
+    def segments(self) -> Iterable[SegmentInfo]:
+        """All live segments, in the order of their ids."""
+        return [self._segments[number] for number in sorted(self._segments)]
+
+    def ranges(self, topic: str, partition: int) -> list[tuple[SegmentInfo, Range]]:
+        """Where the events of a partition are, by offset."""
+        return [(each.segment, each.range) for each in self._lanes.get((topic, partition), ())]
+
+    def find(self, topic: str, partition: int, offset: int) -> tuple[SegmentInfo, Range] | None:
+        """The range with this offset, or the next one after it; None when all are before."""
+        lane = self._lanes.get((topic, partition), [])
+        index = bisect_right(lane, offset, key=_first) - 1
+        if index >= 0 and lane[index].range.last_offset >= offset:
+            return lane[index].segment, lane[index].range
+        if index + 1 < len(lane):
+            return lane[index + 1].segment, lane[index + 1].range
+        return None
+
+    def topics(self) -> list[tuple[str, int]]:
+        """Every topic and partition with sealed events."""
+        return sorted(self._lanes)
+
+    def _take(self, change: Change) -> None:
+        gone = set(change.remove)
+        lanes = {
+            (each.topic, each.partition)
+            for number in gone
+            for each in self._segments[number].ranges
+        }
+        for key in lanes:
+            self._lanes[key] = [each for each in self._lanes[key] if each.segment.id not in gone]
+        for number in gone:
+            info = self._segments.pop(number)
+            self.total_bytes -= info.size_bytes
+            self._live_bytes -= encoded_size(info)
+        for info in change.add:
+            self._segments[info.id] = info
+            self.total_bytes += info.size_bytes
+            self._live_bytes += encoded_size(info)
+            for each in info.ranges:
+                self._place(info, each)
+        for key in lanes:
+            if not self._lanes[key]:
+                del self._lanes[key]
+        self.sealed_to, self.at_us, self.next_id = change.sealed_to, change.at_us, change.next_id
+        self.audit = change.audit or self.audit
+
+    def _overlap(self, change: Change) -> str | None:
+        """Where two live ranges would claim one offset: a reader could not know whom to believe."""
+        gone = set(change.remove)
+        added: dict[tuple[str, int], list[tuple[int, int]]] = {}
+        for info in change.add:
+            for each in info.ranges:
+                added.setdefault((each.topic, each.partition), []).append(
+                    (each.first_offset, each.last_offset)
+                )
+        for key, spans in added.items():
+            spans += [
+                (each.first_offset, each.range.last_offset)
+                for each in self._lanes.get(key, ())
+                if each.segment.id not in gone
+            ]
+            spans.sort()
+            for (_, last), (first, _) in pairwise(spans):
+                if first <= last:
+                    return f"two segments claim offset {first} of {key[0]!r} partition {key[1]}"
+        return None
+
+    def _place(self, info: SegmentInfo, each: Range) -> None:
+        lane = self._lanes.setdefault((each.topic, each.partition), [])
+        insort(lane, Placed(each.first_offset, info, each), key=_first)
+
+    def _clear(self) -> None:
+        self._segments.clear()
+        self._lanes.clear()
+        self.total_bytes = self._live_bytes = 0
+
+
+def _first(each: Placed) -> int:
+    return each.first_offset
+
+
+# -- manifest -------------------------------------------------------------------------------------
+
 
 # History may take twice what is live before it is dropped: each byte of the manifest is then
 # written one and a half times on average.

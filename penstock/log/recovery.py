@@ -14,32 +14,29 @@ import msgspec
 
 from penstock.core.entry import Audited
 from penstock.log.disk import UNFINISHED, Disk, File, read_file, write_file
-from penstock.log.eventlog import EventLog
-from penstock.log.frame import (
+from penstock.log.event_log import EventLog
+from penstock.log.journal import (
     CONTROL,
     FILE_HEADER,
+    FOLDER,
+    FORMAT,
     GROUP,
+    SPARE,
+    WATERMARK,
+    FileHeader,
     Frame,
+    Watermark,
+    batches_in,
+    file_bases,
+    file_name,
     frames,
     later_frames,
     read_group,
     written_blocks,
 )
-from penstock.log.journal import (
-    FOLDER,
-    FORMAT,
-    SPARE,
-    WATERMARK,
-    FileHeader,
-    Watermark,
-    batches_in,
-    file_bases,
-    file_name,
-)
 from penstock.log.manifest import Manifest
-from penstock.log.measure import measured
 from penstock.log.snapshot import Fold
-from penstock.model.batch_head import BatchHead
+from penstock.model.batch import BatchHead, measured
 from penstock.model.errors import Corrupted, FormatTooNew, NotADataFolder, OffsetExpired
 from penstock.model.settings import Settings
 

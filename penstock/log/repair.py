@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.core.audit import AuditEntry
-from penstock.log.auditlog import AuditLog
-from penstock.log.frame import frames
-from penstock.log.journal import file_bases, file_name
+from penstock.log.audit_log import AuditLog
+from penstock.log.journal import file_bases, file_name, frames
 from penstock.log.recovery import check_folder
 from penstock.log.snapshot import Fold
 from penstock.log.unreadable import SET_ASIDE, Unreadable, load_set_aside, save_set_aside

@@ -13,8 +13,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.log.content import Canonical, ContentHash, binary_of
-from penstock.log.segment import FORMAT, FORMAT_KEY, Range, SegmentInfo, chunk_of
+from penstock.log.segment import (
+    FORMAT,
+    FORMAT_KEY,
+    Canonical,
+    ContentHash,
+    Range,
+    SegmentInfo,
+    binary_of,
+    chunk_of,
+)
 from penstock.model.arrow import split_runs
 from penstock.model.checksum import crc32
 from penstock.model.errors import Corrupted, FormatTooNew

@@ -15,10 +15,9 @@ from penstock.core.dedup import DedupTable, split_tokens
 from penstock.core.entry import TopicGone
 from penstock.core.state import Piece, State, load_pieces, pieces_of
 from penstock.log.disk import Bytes, Disk, read_file, write_file
-from penstock.log.frame import BATCH, CONTROL, GROUP, Frame, read_group
+from penstock.log.journal import BATCH, CONTROL, GROUP, Frame, read_group
 from penstock.log.unreadable import EntryReader
-from penstock.model.batch import EventBatch
-from penstock.model.batch_head import EXPLICIT_TOKENS, BatchHead
+from penstock.model.batch import EXPLICIT_TOKENS, BatchHead, EventBatch
 from penstock.model.checksum import crc32
 from penstock.model.errors import Corrupted
 from penstock.model.settings import Dedup as DedupSettings

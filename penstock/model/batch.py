@@ -1,4 +1,6 @@
-"""EventBatch: the unit of everything, laid out as Arrow columns.
+"""The head of an encoded batch: what it holds, how many events, and where its columns begin.
+
+EventBatch: the unit of everything, laid out as Arrow columns.
 
 A batch holds events of one topic and partition. Encoding joins buffers, decoding slices them, and
 the same bytes lie in the journal, travel over wires and wrap as Arrow arrays without copying
@@ -6,6 +8,12 @@ the same bytes lie in the journal, travel over wires and wrap as Arrow arrays wi
 
 Columns that say the same for every event are stored once: consecutive tokens as their first, one
 event time as one number. A batch of one therefore costs little more than its payload.
+
+What events take: the one measure of segments, of storage quotas and of recorded traffic.
+
+Each event counts 64 bytes for its fixed columns, and its payload, key and headers as they are,
+uncompressed. So a number is the same for events in memory, in the journal and in a segment, however
+they were packed.
 """
 
 from __future__ import annotations
@@ -13,25 +21,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from itertools import repeat
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.model.batch_head import (
-    APPEND_TIMES,
-    CONSECUTIVE_TOKENS,
-    EXPIRES,
-    EXPLICIT_TOKENS,
-    HEAD,
-    HEADERS,
-    KEY_NULLS,
-    KEYS,
-    ONE_TIME,
-    PRIORITY,
-    VERSION,
-    BatchHead,
-)
 from penstock.model.column import (
     MAX_COLUMN_BYTES,
     NO_HEADERS,
@@ -42,9 +36,97 @@ from penstock.model.column import (
     padding,
 )
 from penstock.model.compressor import bounded_decompress, compressors
-from penstock.model.errors import InvalidBatch
+from penstock.model.errors import FormatTooNew, InvalidBatch, PenstockError
 from penstock.model.event import Event
 from penstock.model.token import TOKEN_BYTES, expand, token_at
+
+if TYPE_CHECKING:
+    from penstock.model.column import Bytes, Strings
+
+# -- batch_head -----------------------------------------------------------------------------------
+
+
+VERSION = 1
+# version, flags, count, partition, schema id, base offset, append time, event time of the first,
+# stored body bytes, raw body bytes, side file bytes, lengths of topic, tenant, codec and compressor
+# names, token of the first
+HEAD = struct.Struct("<BxHIIIQqqIIIHBBB3x16s")
+_RAW_BYTES, _TOPIC_BYTES, _COMPRESSOR_BYTES = 9, 11, 14  # where in the head
+CONSECUTIVE_TOKENS = 1
+ONE_TIME = 2
+KEYS = 4
+KEY_NULLS = 8
+HEADERS = 16
+EXPIRES = 32
+PRIORITY = 64
+EXPLICIT_TOKENS = 128
+APPEND_TIMES = 256
+
+
+class BatchHead(NamedTuple):
+    """The fixed part of an encoded batch: enough to index it without touching its columns."""
+
+    flags: int
+    count: int  # type: ignore[assignment]
+    partition: int
+    schema_id: int
+    base_offset: int
+    append_time_us: int
+    time_us: int
+    stored_bytes: int
+    raw_bytes: int
+    side_bytes: int
+    token_base: bytes
+    topic: str
+    tenant: str
+    codec: str
+    compressor: str
+    body_at: int
+
+    @property
+    def urgent(self) -> bool:
+        """Whether some of its events may have a priority."""
+        return bool(self.flags & PRIORITY)
+
+    @classmethod
+    def parse(cls, view: memoryview) -> BatchHead:
+        """Read the head of an encoded batch."""
+        if len(view) < HEAD.size:
+            raise InvalidBatch(f"{len(view)} bytes are too short for a batch")
+        version, *numbers, topic, tenant, codec, compressor, token = HEAD.unpack_from(view)
+        if version != VERSION:
+            raise FormatTooNew(
+                f"a batch of version {version} was met; this Penstock reads version {VERSION}. "
+                "Upgrade Penstock",
+                version=version,
+            )
+        names_end = HEAD.size + topic + tenant + codec + compressor
+        body_at = names_end + (-names_end & 7)
+        try:
+            names = str(view[HEAD.size : names_end], "ascii")
+        except UnicodeDecodeError:
+            raise InvalidBatch("the names in a batch head are not ASCII") from None
+        a, b, c = topic, topic + tenant, topic + tenant + codec
+        head = cls(*numbers, token, names[:a], names[a:b], names[b:c], names[c:], body_at)  # type: ignore[call-arg]
+        if head.count == 0 or body_at + head.stored_bytes > len(view):
+            raise InvalidBatch(
+                f"a batch of {head.count} events claims more than its {len(view)} bytes"
+            )
+        return head
+
+
+def expanded_bytes(data: Bytes) -> int:
+    """What an encoded batch that is compressed says that it expands to; 0 for any other bytes."""
+    if len(data) < HEAD.size:
+        return 0
+    fields = HEAD.unpack_from(data)
+    at = HEAD.size + sum(fields[_TOPIC_BYTES:_COMPRESSOR_BYTES])
+    name = bytes(data[at : at + fields[_COMPRESSOR_BYTES]])
+    return 0 if name == b"none" else int(fields[_RAW_BYTES])
+
+
+# -- batch ----------------------------------------------------------------------------------------
+
 
 # Head and body of a batch with three full columns stay below this, whatever a head claims.
 MAX_BODY_BYTES = 3 * MAX_COLUMN_BYTES
@@ -482,3 +564,100 @@ def check_columns(batch: EventBatch) -> None:
         batch.header_column.keys.is_text() and batch.header_column.values.is_text()
     ):
         raise InvalidBatch("a header is not text in UTF-8")
+
+
+# -- measure --------------------------------------------------------------------------------------
+
+
+_INT = struct.Struct("<i")
+
+
+class Measure(NamedTuple):
+    """Bytes of some events."""
+
+    payload: int
+    """Of their payloads alone: what rates count."""
+    events: int
+    """Of all there is to them: what storage quotas count."""
+
+
+def payload_bytes(batch: EventBatch) -> int:
+    """The payloads of a batch, one in a side file included."""
+    return batch.side_bytes or _span(batch.payload_column)
+
+
+def event_bytes(batch: EventBatch) -> int:
+    """What the events of a batch take uncompressed.
+
+    >>> from penstock.model.batch import EventBatch
+    >>> event_bytes(EventBatch.build("orders", [b"12345", b"678"], keys=[b"k", None]))
+    137
+    """
+    size = batch.count * EVENT_OVERHEAD_BYTES + payload_bytes(batch)
+    if batch.key_column is not None:
+        size += _span(batch.key_column)
+    headers = batch.header_column
+    if headers is not None:
+        ends = np.frombuffer(headers.offsets, dtype=np.int32, count=headers.count + 1)
+        first, last = int(ends[0]), int(ends[-1])
+        if last > first:
+            size += _span(headers.keys.slice(first, last)) + _span(
+                headers.values.slice(first, last)
+            )
+    return size
+
+
+def measured(head: BatchHead, encoded: memoryview) -> Measure:
+    """The measure of an encoded batch, from its head and the last offset of each column.
+
+    >>> from penstock.model.batch import EventBatch
+    >>> batch = EventBatch.build("orders", [b"12345", b"678"], keys=[b"k", None])
+    >>> encoded = memoryview(batch.encode())
+    >>> measured(BatchHead.parse(encoded), encoded)
+    Measure(payload=8, events=137)
+    """
+    body: Bytes = encoded[head.body_at : head.body_at + head.stored_bytes]
+    try:
+        if head.compressor != "none":
+            body = bounded_decompress(head.compressor, body, head.raw_bytes, head.raw_bytes)
+        return _measured(head, body)
+    except (PenstockError, struct.error):
+        # Whoever reads the events says what is wrong; here a bound will do.
+        size = head.raw_bytes + head.side_bytes
+        return Measure(size, head.count * EVENT_OVERHEAD_BYTES + size)
+
+
+def _measured(head: BatchHead, body: Bytes) -> Measure:
+    flags, count = head.flags, head.count
+    at = keys = headers = 0
+    if not flags & CONSECUTIVE_TOKENS:
+        at += count * TOKEN_BYTES
+    if not flags & ONE_TIME:
+        at += count * 8
+    if flags & KEYS:
+        if flags & KEY_NULLS:
+            at += _padded((count + 7) // 8)
+        keys, at = _strings(body, at, count)
+    payload, at = _strings(body, at, count)
+    if flags & HEADERS:
+        entries: int = _INT.unpack_from(body, at + 4 * count)[0]
+        names, at = _strings(body, at + _padded(4 * count + 4), entries)
+        values, at = _strings(body, at, entries)
+        headers = names + values
+    payload = head.side_bytes or payload
+    return Measure(payload, count * EVENT_OVERHEAD_BYTES + payload + keys + headers)
+
+
+def _strings(body: Bytes, at: int, count: int) -> tuple[int, int]:
+    """The bytes of the column that begins at `at`, and where the next one does."""
+    size: int = _INT.unpack_from(body, at + 4 * count)[0]
+    return size, at + _padded(4 * count + 4) + _padded(size)
+
+
+def _padded(size: int) -> int:
+    return size + (-size & 7)
+
+
+def _span(column: Strings) -> int:
+    ends = column.ends()
+    return int(ends[column.count] - ends[0])

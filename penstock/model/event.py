@@ -1,4 +1,7 @@
-"""Event, and the small values that travel with it: message id, receipt, identity."""
+"""Event, and the small values that travel with it: message id, receipt, identity.
+
+Roles: what an identity may do. A tenant's role never reaches beyond the tenant.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,9 @@ from penstock.model.topic import MAX_WORD_BYTES
 
 if TYPE_CHECKING:
     from penstock.model.batch import EventBatch
+
+# -- event ----------------------------------------------------------------------------------------
+
 
 # Headers of requests and replies.
 REPLY_TO = "penstock-reply-to"
@@ -217,3 +223,17 @@ def _reason(reason: str) -> str:
     """A reason is cut to what a dead letter keeps of it: it often is the text of an error."""
     cut = reason[:MAX_TEXT_CHARACTERS] if isinstance(reason, str) else reason
     return parameter_text("reason", cut)
+
+
+# -- role -----------------------------------------------------------------------------------------
+
+
+ADMIN = "admin"
+"""Everything, for all tenants."""
+OPERATOR = "operator"
+"""Changes topics, groups, routes and dead letters of its tenant."""
+READER = "reader"
+"""Looks at them, and publishes and consumes."""
+MONITOR = "monitor"
+"""Reads metrics and pressure, which show all tenants."""
+ROLES = (ADMIN, OPERATOR, READER, MONITOR)

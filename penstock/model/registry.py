@@ -3,10 +3,14 @@
 Codecs and compressors both live in a `Registry`. A package adds one by declaring an entry point
 in the group (`penstock.codecs` or `penstock.compressors`); nothing is imported, and no installed
 metadata is read, before an unknown name is asked for.
+
+The nearest known name, for errors that answer a misspelt one.
 """
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
@@ -14,6 +18,9 @@ from penstock.model.errors import AlreadyExists, MissingPart
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+# -- registry -------------------------------------------------------------------------------------
+
 
 T = TypeVar("T")
 
@@ -109,3 +116,18 @@ class Registry(Generic[T]):
                 group=self.group,
             )
         return cast("T", part)
+
+
+# -- nearest --------------------------------------------------------------------------------------
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A sentence with the nearest name and a space after it; nothing when none is near.
+
+    >>> did_you_mean("topcis", ["topics", "start"])
+    "Did you mean 'topics'? "
+    >>> did_you_mean("zebra", ["topics", "start"])
+    ''
+    """
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f"Did you mean {near[0]!r}? " if near else ""

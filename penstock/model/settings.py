@@ -1,40 +1,301 @@
-"""Everything an operator can tune: frozen groups with defaults, ranges and a sentence for each field.
+"""What every group of settings is made of: units, ranges, and a check when it is made.
+
+Settings of the daemon and of the clients that talk to it: part of penstock.model.settings.
+
+Everything an operator can tune: frozen groups with defaults, ranges and a sentence for each field.
 
 `Settings()` is a complete, safe configuration. A group checks itself when it is made, so a wrong
 value never travels: it raises `InvalidSettings` where it was written. Files, environment and flags
-are read by `penstock.model.loader`; docs/reference/settings.md is printed from these classes.
+are read by `penstock.model.settings_loader`; docs/reference/settings.md is printed from these classes.
 
 Field names end in their unit: `_bytes`, `_s` (seconds), `_ms` (milliseconds).
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from datetime import timedelta
+from functools import cache
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, inspect
 
-from penstock.model.server_settings import Auth, Client, FastPath, Server, Telemetry
-from penstock.model.setting import (
-    DAY_S,
-    GIB,
-    KIB,
-    MAX_MEMORY_BYTES,
-    MAX_SPAN_S,
-    MIB,
-    TIB,
-    ByteRate,
-    Count,
-    DelayMs,
-    Group,
-    Memory,
-    Name,
-    Rate,
-    Size,
-    Span,
-    TenantName,
-    about,
-)
+from penstock.model.errors import InvalidSettings
+from penstock.model.parameter import parse, shown, unit_of
+from penstock.model.topic import TENANT_NAME
+
+# -- setting --------------------------------------------------------------------------------------
+
+
+KIB = 1024
+MIB = 1024 * KIB
+GIB = 1024 * MIB
+TIB = 1024 * GIB
+DAY_S = 86_400
+
+# Upper ends are there to catch a slipped unit (bytes for MiB, ms for s), not to ration anyone.
+MAX_SIZE_BYTES = 1024 * TIB
+MAX_MEMORY_BYTES = 64 * GIB  # what one buffer of one process may sensibly hold
+MAX_SPAN_S = 36_525 * DAY_S  # a hundred years
+MAX_COUNT = 1_000_000_000
+
+Size = Annotated[int, Meta(ge=1, le=MAX_SIZE_BYTES)]
+Memory = Annotated[int, Meta(ge=1, le=MAX_MEMORY_BYTES)]
+Count = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
+Span = Annotated[float, Meta(ge=0, le=MAX_SPAN_S)]
+DelayMs = Annotated[int, Meta(ge=0, le=7 * DAY_S * 1000)]
+Rate = Annotated[float, Meta(gt=0, le=MAX_COUNT)]
+ByteRate = Annotated[float, Meta(gt=0, le=TIB)]
+Name = Annotated[str, Meta(min_length=1, max_length=255)]
+TenantName = Annotated[str, Meta(pattern=TENANT_NAME)]
+
+
+def about(text: str) -> Meta:
+    """Attach the sentence that the reference prints for a field."""
+    return Meta(description=text)
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What all groups share: a value outside its range is refused when the group is made.
+
+    >>> class Tap(Group, frozen=True):
+    ...     litres: Annotated[int, Meta(ge=1)] = 1
+    >>> Tap(litres=0)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    penstock.model.errors.InvalidSettings: Tap.litres = 0: ...
+    """
+
+    def __post_init__(self) -> None:
+        for name, kind in field_types(type(self)).items():
+            value = getattr(self, name)
+            try:
+                checked = msgspec.convert(in_unit(value, unit_of(name), kind), kind)
+            except ValueError as error:
+                raise InvalidSettings(
+                    f"{type(self).__name__}.{name} = {shown(value)}: {error}. "
+                    "`penstock docs settings` lists what is allowed",
+                    key=name,
+                    value=shown(value),
+                ) from None
+            # A list becomes a tuple and a dict a copy: nobody changes a frozen group from outside.
+            msgspec.structs.force_setattr(self, name, checked)
+
+
+def in_unit(value: Any, unit: str, kind: Any) -> Any:
+    """A value of a field as a number of the field's unit, from text or a timedelta; "none" is None.
+
+    >>> in_unit("5m", "s", Span), in_unit(timedelta(seconds=1), "ms", DelayMs), in_unit(7, "s", Span)
+    (300, 1000, 7)
+    """
+    shape = _shape(kind)
+    if shape == "list" and isinstance(value, str):
+        value = value.strip("[] ").split(",")
+    if isinstance(value, list | tuple):
+        return [_amount(item, unit) for item in value]
+    if shape == "optional" and isinstance(value, str) and value.strip().lower() == "none":
+        return None
+    return _amount(value, unit)
+
+
+def _amount(value: Any, unit: str) -> Any:
+    return parse(value, unit) if unit and isinstance(value, str | timedelta) else value
+
+
+@cache
+def _shape(kind: Any) -> Literal["optional", "list", "single"]:
+    info = inspect.type_info(kind)
+    if isinstance(info, inspect.Metadata):
+        info = info.type
+    if isinstance(info, inspect.UnionType) and info.includes_none:
+        return "optional"
+    return "list" if isinstance(info, inspect.VarTupleType) else "single"
+
+
+@cache
+def field_types(group: type[msgspec.Struct]) -> dict[str, Any]:
+    """The full type of each field of a group, ranges included."""
+    return {field.name: field.type for field in msgspec.structs.fields(group)}
+
+
+# -- server_settings ------------------------------------------------------------------------------
+
+
+class Server(Group, frozen=True):
+    """What `penstock up` listens on. Port 0 takes any free one; `ports.json` in the folder says which."""
+
+    zmq: Annotated[
+        str, about("ZeroMQ ROUTER for producers, consumers and control; empty is off.")
+    ] = "127.0.0.1:5555"
+    pub: Annotated[str, about("ZeroMQ PUB for fan-out; empty is off.")] = "127.0.0.1:5556"
+    tcp: Annotated[str, about("The TCP protocol, which `penstock://` speaks; empty is off.")] = (
+        "127.0.0.1:5557"
+    )
+    http: Annotated[str, about("HTTP: admin API, health, metrics; empty is off.")] = (
+        "127.0.0.1:5558"
+    )
+    max_connections: Annotated[
+        int, Meta(ge=1, le=1_000_000), about("Clients at once; one more is refused.")
+    ] = 4_096
+    max_frame_bytes: Annotated[
+        int,
+        Meta(ge=64 * KIB, le=2 * GIB - 1),
+        about("Largest frame a client may send; a larger claim ends its connection."),
+    ] = 320 * MIB
+    heartbeat_s: Annotated[
+        float, Meta(gt=0, le=3_600), about("A client that is silent for three of these is gone.")
+    ] = 5.0
+    session_s: Annotated[
+        Span, about("How long a session outlives its connection, leases and all.")
+    ] = 30.0
+    lease_grace_s: Annotated[
+        Span,
+        about("How long a client whose side closed the connection keeps its leases without one."),
+    ] = 1.0
+    send_buffer_bytes: Annotated[
+        Memory, about("Unsent bytes of one client beyond which it gets no more deliveries.")
+    ] = 8 * MIB
+    max_client_bytes: Annotated[
+        Annotated[int, Meta(ge=MIB, le=MAX_SIZE_BYTES)] | None,
+        about(
+            "Most bytes that all clients make the broker hold; none is a quarter of the memory, at least 1 GiB. One frame has at most half of it."
+        ),
+    ] = None
+    drain_s: Annotated[
+        float, Meta(ge=0, le=3_600), about("Time for clients to finish when the broker is stopped.")
+    ] = 10.0
+    tls_certificate: Annotated[str, about("PEM file; TCP and HTTP speak TLS when it is set.")] = ""
+    tls_key: Annotated[str, about("PEM file with its key.")] = ""
+    tls_client_ca: Annotated[
+        str, about("PEM file; clients must show a certificate signed by it.")
+    ] = ""
+    curve_secret_key: Annotated[
+        str, about("Z85 text; ZeroMQ is encrypted with CURVE when it is set.")
+    ] = ""
+    curve_clients: Annotated[
+        tuple[str, ...], about("Z85 public keys that may connect; none lets every key in.")
+    ] = ()
+    log_format: Annotated[Literal["text", "json"], about("How the daemon logs.")] = "text"
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], about("What the daemon logs.")
+    ] = "info"
+
+
+class Auth(Group, frozen=True):
+    """Who may come in. With nothing set, only listeners on the loopback interface are allowed."""
+
+    admin_token: Annotated[
+        str, about("Opens everything: HTTP header X-Admin-Token, or the token of a client.")
+    ] = ""
+    jwt_secret: Annotated[
+        str, about("HS256 secret of the tokens that name a tenant; `penstock token` makes them.")
+    ] = ""
+    admin_token_file: Annotated[
+        str,
+        about(
+            "File with admin tokens, one a line; each is valid, beside `admin_token`. Read again "
+            "when it changes, and on SIGHUP."
+        ),
+    ] = ""
+    jwt_secret_file: Annotated[
+        str,
+        about(
+            "File with secrets, one a line; each is valid, beside `jwt_secret`, and the first signs. "
+            "Read again when it changes, and on SIGHUP."
+        ),
+    ] = ""
+
+    @property
+    def asks(self) -> bool:
+        """Whether everybody must show a token."""
+        return any(getattr(self, name) for name in self.__struct_fields__)
+
+
+class FastPath(Group, frozen=True):
+    """Large payloads leave the broker's loop: compression and framing run in threads."""
+
+    enabled: Annotated[bool, about("Off does everything on the loop.")] = True
+    require: Annotated[bool, about("Refuse to start, or to take a large payload, without it.")] = (
+        False
+    )
+    cutover_bytes: Annotated[
+        Memory,
+        about(
+            "Payloads, and frames that are compressed, JSON or protobuf, from this size on take it."
+        ),
+    ] = 256 * KIB
+    fall_back: Annotated[
+        bool,
+        about(
+            "When it is busy, do the work of a publish on the loop rather than wait. Frames always wait, in their order."
+        ),
+    ] = True
+    threads: Annotated[int, Meta(ge=1, le=64), about("Threads that do the work.")] = 2
+
+
+class Telemetry(Group, frozen=True):
+    """Traces; metrics are at /metrics whatever stands here."""
+
+    otlp_endpoint: Annotated[
+        str, about("Where `penstock up` sends spans: an OTLP collector over HTTP; empty is off.")
+    ] = ""
+    sample_ratio: Annotated[
+        float, Meta(ge=0, le=1), about("Share of the traces begun here that is kept.")
+    ] = 1.0
+
+
+class Client(Group, frozen=True):
+    """How an application talks to a broker."""
+
+    deadline_s: Annotated[
+        float,
+        Meta(gt=0, le=3_600),
+        about(
+            "A call that has no answer by then raises, counted from the call, also if it waits to be "
+            "sent; reconnecting goes on meanwhile."
+        ),
+    ] = 10.0
+    connect_s: Annotated[
+        float,
+        Meta(ge=0, le=3_600),
+        about(
+            "How long connecting waits for a broker that does not answer yet; 0 is as long as `deadline_s`. "
+            "Commands wait for 2 s."
+        ),
+    ] = 0.0
+    linger_ms: Annotated[
+        float,
+        Meta(ge=0, le=1_000),
+        about(
+            "How long a publish waits for others to share its frame, at most half of `deadline_s`; "
+            "0 waits for this loop turn."
+        ),
+    ] = 0.0
+    heartbeat_s: Annotated[float, Meta(gt=0, le=3_600), about("Sign of life when idle.")] = 5.0
+    reconnect_max_s: Annotated[
+        float, Meta(gt=0, le=600), about("Longest pause between two attempts to reconnect.")
+    ] = 2.0
+    compressor: Annotated[
+        Literal["none", "lz4", "zstd", "snappy"], about("Compresses frames on the wire.")
+    ] = "none"
+    token: Annotated[str, about("Shown to the broker.")] = ""
+    token_file: Annotated[
+        str,
+        about("File with the token, read again whenever a connection is made; instead of `token`."),
+    ] = ""
+    tls_ca: Annotated[str, about("PEM file to check a broker's certificate with.")] = ""
+    tls_certificate: Annotated[
+        str, about("PEM file; shown to a broker that asks clients for a certificate.")
+    ] = ""
+    tls_key: Annotated[str, about("PEM file with its key; empty: the key is in the same file.")] = (
+        ""
+    )
+    curve_server_key: Annotated[str, about("Z85 public key of the broker, for ZeroMQ.")] = ""
+    curve_secret_key: Annotated[
+        str, about("Z85 secret key of this client; made up when empty.")
+    ] = ""
+
+
+# -- settings -------------------------------------------------------------------------------------
 
 
 class Durability(Group, frozen=True):

@@ -2,20 +2,46 @@
 
 Sources and sinks name the events in hand with `reading`. The note travels in the traceback of the
 Python worker, which Spark passes on as text.
+
+Failpoints: named places where a test lets the process die, as if the power had gone.
+
+Warnings from the processes below a Spark session, for the user of the driver.
+
+A source plans and reads in processes of its own, whose logs nobody sees. What they print reaches
+Java's stderr, and the driver finds our lines there by their mark and logs them as its own. Workers
+of a cluster print to their executor's stderr.
+
+Errors of ours as Spark shows them: the message alone, without the traceback that would come before it.
+
+What a user has to correct is in the message. A worker of Spark's ends after an error, so nothing
+that follows is affected, and errors of other code keep their tracebacks.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import logging
+import os
 import re
-from collections.abc import Iterable, Iterator
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.model import errors
 from penstock.model.errors import InvalidInput, PenstockError, PipelineFailed
 from penstock.pipelines.plan import Place, Split
+
+if TYPE_CHECKING:
+    from penstock.pipelines.plan import Split
+
+# -- failure --------------------------------------------------------------------------------------
+
 
 MAX_NAMED = 3
 """Stretches of offsets that a message names; the error's `splits` has them all."""
@@ -143,3 +169,121 @@ def _words(splits: list[Split], certain: bool) -> str:
     ]
     more = f" and {len(splits) - MAX_NAMED} more" if len(splits) > MAX_NAMED else ""
     return f" {'at' if certain else 'in the batch of'} {'; '.join(named)}{more}"
+
+
+# -- failpoint ------------------------------------------------------------------------------------
+
+
+_passes: Counter[str] = Counter()
+
+
+def failpoint(name: str) -> None:
+    """Die here when `FAILPOINT` is this name, or `name:3` for the third pass.
+
+    The file that `FAILPOINT_FIRED` names is made first: a test asserts that it is there.
+    `FAILPOINT_ROOT` is the process id of a driver: it dies too, and all between it and here,
+    because a stage of a batch may run in a worker.
+
+    >>> failpoint("docs.nobody-asked")
+    """
+    wanted, _, number = os.environ.get("FAILPOINT", "").partition(":")
+    if wanted != name:
+        return
+    _passes[name] += 1
+    if _passes[name] != int(number or 1):
+        return
+    fired = os.environ.get("FAILPOINT_FIRED")
+    if fired:
+        Path(fired).touch()
+    for pid in _up_to(os.environ.get("FAILPOINT_ROOT")):
+        os.kill(pid, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _up_to(root: str | None) -> list[int]:
+    """The processes above this one as far as `root`, the highest first."""
+    if not root or int(root) == os.getpid():
+        return []
+    above, pid = [], os.getppid()
+    while pid > 1:
+        above.append(pid)
+        if pid == int(root):
+            return above[::-1]
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    raise RuntimeError(f"process {root} is not above {os.getpid()}")
+
+
+# -- notice ---------------------------------------------------------------------------------------
+
+
+MARK = "penstock warning: "
+_log = logging.getLogger("penstock.pipelines")
+
+
+def warn_user(text: str) -> None:
+    """Say something to whoever runs the driver, from a process of its session."""
+    print(f"{MARK}{text}", file=sys.stderr, flush=True)
+
+
+def tell_skipped(gone: Split) -> None:
+    """Say which events a query left out because they were there no more."""
+    warn_user(
+        f"retention took {gone.stop - gone.start:,} events before they were read: "
+        f"{gone} is skipped, as onExpired=skip asks for"
+    )
+
+
+def passed_on(line: str) -> bool:
+    """Whether a line of Java's stderr was a warning; it is in the driver's log then.
+
+    >>> passed_on("26/11/16 WARN Utils: something of Spark's")
+    False
+    """
+    if not line.startswith(MARK):
+        return False
+    _log.warning("%s", line.removeprefix(MARK))
+    return True
+
+
+# -- plain_errors ---------------------------------------------------------------------------------
+
+
+C = TypeVar("C", bound=type)
+_HIDE = "SPARK_HIDE_TRACEBACK"
+"""PySpark looks at it when it reports an error of a worker."""
+
+
+@contextmanager
+def _plainly() -> Iterator[None]:
+    try:
+        yield
+    except PenstockError:
+        if "pyspark.worker_util" in sys.modules:  # this is a process of Spark's, not the user's own
+            os.environ[_HIDE] = "1"
+        raise
+
+
+def plain_errors(kind: C) -> C:
+    """A class whose public methods report errors of ours in this way."""
+    for name, method in list(vars(kind).items()):
+        if inspect.isfunction(method) and (not name.startswith("_") or name == "__init__"):
+            setattr(kind, name, _plain(method))
+    return kind
+
+
+def _plain(method: Callable[..., Any]) -> Callable[..., Any]:
+    if inspect.isgeneratorfunction(method):
+
+        @functools.wraps(method)
+        def iterate(*args: Any, **options: Any) -> Iterator[Any]:
+            with _plainly():
+                yield from method(*args, **options)
+
+        return iterate
+
+    @functools.wraps(method)
+    def call(*args: Any, **options: Any) -> Any:
+        with _plainly():
+            return method(*args, **options)
+
+    return call

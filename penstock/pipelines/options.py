@@ -12,8 +12,8 @@ import msgspec
 
 from penstock.model.codec import codecs
 from penstock.model.errors import InvalidInput
-from penstock.model.nearest import did_you_mean
 from penstock.model.parameter import microseconds, refused, size_bytes
+from penstock.model.registry import did_you_mean
 from penstock.model.topic import check_topic
 from penstock.pipelines.plan import Topics
 

@@ -1,8 +1,12 @@
-"""Running pipelines: sources in, the function, results onto the bus and into a table."""
+"""Running pipelines: sources in, the function, results onto the bus and into a table.
+
+What Spark's checkpoint of a query says, read without Spark: where it is and how far behind.
+"""
 
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,16 +14,20 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from penstock.model.errors import InvalidInput, InvalidSettings
+from penstock.model.errors import InvalidInput, InvalidSettings, NotFound
 from penstock.model.topic import pattern_regex
-from penstock.pipelines.outgoing import ENVELOPE
 from penstock.pipelines.pipeline import Input, Pipeline
+from penstock.pipelines.plan import Place
+from penstock.pipelines.sink import ENVELOPE
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
 
     from penstock.pipelines.lakehouse.warehouse import Warehouse
+
+# -- run ------------------------------------------------------------------------------------------
+
 
 TOPIC, PAYLOAD = "topic", "payload"
 
@@ -249,3 +257,50 @@ def check_goes_somewhere(made: Pipeline, route: Route) -> None:
             f"{made.name!r} writes a table only, and nothing says where; nothing ran. Name a "
             "warehouse with --warehouse; a folder is enough"
         )
+
+
+# -- checkpoint -----------------------------------------------------------------------------------
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """How far a query is."""
+
+    query: str
+    """Its id, the same in every run from this checkpoint."""
+    batch: int
+    """The last batch that was done; -1 before the first."""
+    planned: int
+    """The last batch that was begun."""
+    places: list[Place]
+    """Where each of its inputs is after the last batch that was done."""
+
+
+def standing(checkpoint: str | Path) -> Standing:
+    """Read a checkpoint; one that was never begun is not there."""
+    folder = Path(checkpoint)
+    try:
+        query = json.loads((folder / "metadata").read_text())["id"]
+    except FileNotFoundError:
+        raise NotFound(
+            f"there is no checkpoint in {folder}: the pipeline has not run with it yet"
+        ) from None
+    except (ValueError, KeyError):
+        raise InvalidInput(
+            f"{folder / 'metadata'} is not what Spark writes into a checkpoint"
+        ) from None
+    done, planned = _newest(folder / "commits"), _newest(folder / "offsets")
+    return Standing(query, done, planned, _places(folder / "offsets" / str(done)))
+
+
+def _newest(folder: Path) -> int:
+    if not folder.is_dir():
+        return -1
+    return max((int(each.name) for each in folder.iterdir() if each.name.isdigit()), default=-1)
+
+
+def _places(path: Path) -> list[Place]:
+    """Spark writes a version, a line about the batch, and a line of offsets for each input."""
+    if not path.exists():
+        return []
+    lines = path.read_text().splitlines()[2:]
+    return [Place.from_json(json.loads(line)) for line in lines if line.strip() not in ("", "-")]

@@ -1,11 +1,19 @@
-"""`spark.read.format("penstock")` and `readStream`: topics as DataFrames (row S1)."""
+"""Reading ahead: the next piece is read while Spark still takes the one before.
+
+A worker that hands a piece to Spark waits until Spark has room for it. Without a thread, reading
+and taking would happen in turns, and a core would rest meanwhile.
+
+`spark.read.format("penstock")` and `readStream`: topics as DataFrames (row S1).
+"""
 
 from __future__ import annotations
 
 import os
+import queue
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 from pyspark.sql.datasource import (
@@ -28,10 +36,9 @@ from pyspark.sql.types import StructType
 from penstock.model.errors import InvalidInput, UnknownTopic
 from penstock.model.parameter import place
 from penstock.model.topic import is_wildcard
-from penstock.pipelines import event_time
+from penstock.pipelines import rows as event_time
 from penstock.pipelines.columns import LATE, VALUE, check_schema, row_ddl
-from penstock.pipelines.failpoint import failpoint
-from penstock.pipelines.notice import tell_skipped
+from penstock.pipelines.failure import failpoint, plain_errors, tell_skipped
 from penstock.pipelines.options import (
     SINKS,
     SOURCES,
@@ -41,14 +48,85 @@ from penstock.pipelines.options import (
     table_comment,
     with_tables,
 )
-from penstock.pipelines.plain_errors import plain_errors
-from penstock.pipelines.plan import Bounds, Offsets, Place, Split, ahead, behind, expired, splits
-from penstock.pipelines.pushdown import PUSHDOWN, Narrowing
-from penstock.pipelines.readahead import read_ahead
+from penstock.pipelines.plan import (
+    PUSHDOWN,
+    Bounds,
+    Narrowing,
+    Offsets,
+    Place,
+    Split,
+    ahead,
+    behind,
+    expired,
+    splits,
+)
 from penstock.pipelines.rows import Reading
-from penstock.pipelines.settling import settle
+from penstock.pipelines.session import settle
 from penstock.pipelines.sink import BatchWriter, StreamWriter
-from penstock.pipelines.store import Store, store_at
+from penstock.pipelines.stores import Store, store_at
+
+# -- readahead ------------------------------------------------------------------------------------
+
+
+T = TypeVar("T")
+AHEAD = 1  # pieces that wait; a second one would only take memory
+LOOK_S = 0.05  # between two looks whether anybody still wants what is read
+
+
+class _End(Exception):
+    """There is no more."""
+
+
+def read_ahead(pieces: Iterator[T]) -> Iterator[T]:
+    """The same pieces in the same order, each read before it is asked for; errors come at their place.
+
+    >>> list(read_ahead(iter("abc")))
+    ['a', 'b', 'c']
+    """
+    waiting: queue.Queue[T | BaseException] = queue.Queue(AHEAD)
+    over = threading.Event()
+    thread = threading.Thread(
+        target=_fill, args=(pieces, waiting, over), name="penstock-read-ahead", daemon=True
+    )
+    thread.start()
+    try:
+        while True:
+            piece = waiting.get()
+            if isinstance(piece, _End):
+                return
+            if isinstance(piece, BaseException):
+                raise piece
+            yield piece
+    finally:
+        # The thread uses the store, which the next task of this process needs for itself.
+        over.set()
+        thread.join()
+
+
+def _fill(
+    pieces: Iterator[T], waiting: queue.Queue[T | BaseException], over: threading.Event
+) -> None:
+    def put(piece: T | BaseException) -> bool:
+        while not over.is_set():
+            try:
+                waiting.put(piece, timeout=LOOK_S)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+    try:
+        for piece in pieces:
+            if not put(piece):
+                return
+    except BaseException as error:
+        put(error)
+    else:
+        put(_End())
+
+
+# -- source ---------------------------------------------------------------------------------------
+
 
 # How an event's size is found for `maxBytesPerTrigger`: cheap before every batch, and near enough.
 SAMPLED_LANES, SAMPLED_EVENTS = 16, 100

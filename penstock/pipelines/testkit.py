@@ -26,7 +26,8 @@ from penstock.model.errors import InvalidInput, NotFound
 from penstock.model.parameter import moment_us
 from penstock.model.token import TOKEN_BYTES
 from penstock.model.topic import ANY_WORDS, tenant_of
-from penstock.pipelines import discovery, event_time
+from penstock.pipelines import pipeline as discovery
+from penstock.pipelines import rows as event_time
 from penstock.pipelines.columns import EVENT_COLUMNS, FAULT, LATE, VALUE, check_payload
 from penstock.pipelines.payload import Decoder
 from penstock.pipelines.pipeline import Input, Pipeline, registered

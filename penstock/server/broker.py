@@ -1,4 +1,12 @@
-"""Broker: the embedded engine, shared by many clients.
+"""Condition: what a running broker says of itself to `penstock doctor`, beside what the engine knows.
+
+Connection: one client at the door of the broker, before and after it is part of a session.
+
+Ending: what a broker that stops waits for, so that clients can finish what they are at (T5).
+
+Tenants as operators see them: the limits in force, and how much of them is used.
+
+Broker: the embedded engine, shared by many clients.
 
 It knows sessions and nothing of transports: those call `connected`, then `received` and `lost` on
 what they get back.
@@ -7,51 +15,260 @@ what they get back.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
 import msgspec
 
+from penstock.core.admission import Admission
 from penstock.core.entry import SessionGone
-from penstock.engines import request as requests
-from penstock.engines.embedded import CAPABILITIES, EmbeddedEngine
+from penstock.engines import requests
+from penstock.engines.embedded.engine import CAPABILITIES, EmbeddedEngine
 from penstock.engines.engine import LogFeed, QueueFeed, Request
 from penstock.engines.engine import Subscribe as Wanted
-from penstock.engines.views import SessionInfo
+from penstock.engines.requests import SessionInfo, TenantInfo
 from penstock.model.batch import EventBatch
 from penstock.model.errors import (
+    AccessDenied,
     BusClosed,
     ConnectionLost,
     Deferred,
     Fenced,
+    PenstockError,
+    ProtocolViolation,
     Rejected,
 )
 from penstock.model.event import Identity
 from penstock.model.settings import Settings
-from penstock.server.admin_gate import Gate
+from penstock.server.admin.gate import Gate
 from penstock.server.client_bytes import ClientBytes, limit_of
-from penstock.server.condition import condition
-from penstock.server.connection import Connection
-from penstock.server.courtesy import Courtesy
-from penstock.server.ending import finished
 from penstock.server.fastpath import FastPath
-from penstock.server.inbound import check_hello, check_join, check_request
-from penstock.server.log_quota import LogQuota
-from penstock.server.metrics_counters import Counters
-from penstock.server.outlet import QueueOutlet
+from penstock.server.logs import LogQuota
+from penstock.server.metrics.counters import Counters
+from penstock.server.metrics.engine_stats import quotas, troubles_of
+from penstock.server.publish import Courtesy
 from penstock.server.session import Session
-from penstock.server.tenants import tenants_view
-from penstock.wire.bound import MAX_MESSAGE_BYTES, MAX_VALUES
-from penstock.wire.fault import to_fault
+from penstock.server.subscriptions import QueueOutlet
+from penstock.server.validation import check_hello, check_join, check_request
 from penstock.wire.frame import Frame, Kind
-from penstock.wire.message import TRANSACTION_KEYS, Hello, Refused, Welcome, encode
+from penstock.wire.limits import MAX_MESSAGE_BYTES, MAX_VALUES
+from penstock.wire.message import (
+    TRANSACTION_KEYS,
+    Hello,
+    Refused,
+    Welcome,
+    decode,
+    encode,
+    to_fault,
+)
 
 if TYPE_CHECKING:
-    from penstock.server.link import Link
+    from penstock.server.session import Session
+    from penstock.server.transports.link import Link
+
+# -- condition ------------------------------------------------------------------------------------
+
+
+LATELY_S = 60.0
+"""A refusal this long ago counts as going on: clients try again within a minute."""
+MAX_ROWS = 100
+
+
+def condition(
+    engine: EmbeddedEngine, counters: Counters, obstacles: Sequence[str]
+) -> dict[str, Any]:
+    """What keeps clients from publishing, what is wrong, and the limits that refuse now or are used up."""
+    since_s = time.monotonic() - LATELY_S
+    refusing = [
+        {"kind": kind, "limit": limit, "tenant": tenant, "refused": counters.refusals[key]}
+        for key, at_s in counters.refused_s.items()
+        if at_s >= since_s
+        for kind, limit, tenant in (key,)
+    ]
+    full = [
+        {"limit": each.quota, "tenant": each.tenant}
+        for each in quotas(engine)
+        if each.ratio >= 1 and each.quota == "storage_bytes"
+    ]
+    return {
+        "obstacles": list(obstacles),
+        "troubles": troubles_of(engine),
+        "refusing": refusing[:MAX_ROWS],
+        "used_up": full[:MAX_ROWS],
+    }
+
+
+# -- connection -----------------------------------------------------------------------------------
+
+
+log = logging.getLogger("penstock.server")
+
+# So many frames behind a Hello let others go first. More are taken at once: while they waited even
+# more would come, and a client that never stops could fill the memory.
+COURTEOUS_FRAMES = 8
+MAX_VIOLATIONS = 16  # frames against the protocol after which a client is cut off
+
+
+class Connection:
+    """One connection: nobody until its Hello, then part of a session."""
+
+    def __init__(self, broker: Broker, link: Link) -> None:
+        self.link = link
+        self.session: Session | None = None
+        self.heard_at = broker.now()
+        self._broker = broker
+        self._greeting: asyncio.Task[None] | None = None
+        self._greeted = False
+        self._early: deque[Frame] = deque()
+        self._violations = 0
+
+    @property
+    def tenant(self) -> str:
+        """Whom the client speaks for; nobody before its welcome."""
+        return "" if self.session is None else self.session.identity.tenant
+
+    def received(self, frame: Frame) -> None:
+        """Take a frame; what is wrong with it is answered, here and now."""
+        self.heard_at = self._broker.now()
+        if self._greeting is None or self._greeted:
+            self._take(frame)
+        else:
+            self._early.append(frame)  # of an eager client: few can come while it is greeted
+
+    def _take(self, frame: Frame) -> None:
+        try:
+            if self.session is not None:
+                if frame.kind == Kind.BYE:
+                    self._broker.goodbye(self)
+                else:
+                    self.session.received(frame)
+            elif self._greeting is not None:
+                pass  # it said goodbye, or is gone
+            elif frame.kind == Kind.HELLO:
+                hello = decode(frame.meta, Hello)
+                self._greeting = asyncio.create_task(self._greet(frame.request, hello))
+            else:
+                raise ProtocolViolation("the first frame of a client is HELLO")
+        except PenstockError as error:
+            self.fault(frame.request, error)
+
+    async def _greet(self, request: int, hello: Hello) -> None:
+        """Welcome a client, then take what it sent meanwhile; others, who are known, go first."""
+        courtesy = self._broker.courtesy
+        try:
+            await courtesy.turn()
+            self.session = await self._broker.greet(self, hello)
+        except Exception as error:
+            if not isinstance(error, PenstockError):
+                log.exception("a greeting failed", extra={"peer": self.link.peer})
+                error = PenstockError(
+                    f"the broker failed: {type(error).__name__}; its log says more"
+                )
+            elif isinstance(error, AccessDenied):
+                # Whoever tries tokens must show in the log; the reason never repeats one.
+                self._broker.refusals.warning(
+                    "client refused", peer=self.link.peer, reason=error.message
+                )
+            self.fault(request, error)
+            self.link.close()
+            return
+        while self._early:
+            if len(self._early) <= COURTEOUS_FRAMES:
+                await courtesy.turn()
+            if self._early:  # else the client is gone meanwhile
+                self._take(self._early.popleft())
+        self._greeted = True
+
+    def fault(self, request: int, error: PenstockError) -> None:
+        """Answer with an error; who goes on breaking the protocol is cut off."""
+        self._broker.failed(error)
+        self.link.send(Frame(Kind.FAULT, request, encode(to_fault(error))))
+        self._violations += isinstance(error, ProtocolViolation)
+        if self._violations > MAX_VIOLATIONS:
+            self._early.clear()
+            self.link.close()
+
+    def lost(self, reason: str, *, closed: bool = False) -> None:
+        """The transport has no connection any more."""
+        self._early.clear()
+        self._broker.disconnected(self, reason, closed=closed)
+
+
+# -- ending ---------------------------------------------------------------------------------------
+
+
+HEARD_S = 0.1  # what clients did before they were told is here by then
+HARDEN_S = 1.0  # at least, whatever is left of the time: what was settled should be durable
+LOOK_AGAIN_S = 0.02  # at what consumers still have in hand
+
+
+async def finished(sessions: Mapping[str, Session], end: float) -> None:
+    """Wait for handlers and for requests, not beyond `end`; then make durable what was settled."""
+    # What a client hands out just now, we hear of a moment later.
+    heard = time.monotonic() + (HEARD_S if any(map(_holds, sessions.values())) else 0.0)
+    while (now := time.monotonic()) < end:
+        if now >= heard and not any(map(_at_work, sessions.values())):
+            break
+        await asyncio.sleep(LOOK_AGAIN_S)
+    for session in list(sessions.values()):
+        await session.finished(end - time.monotonic())
+    hardening = asyncio.gather(
+        *(session.harden() for session in sessions.values()), return_exceptions=True
+    )
+    # A disk that fails now is reported when the engine is closed. While it is full, dead letters wait.
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(hardening, max(HARDEN_S, end - time.monotonic()))
+
+
+def _holds(session: Session) -> bool:
+    """Whether a client that is there was sent events that are not settled."""
+    return session.link is not None and any(outlet.held for outlet in session.feeds.queues())
+
+
+def _at_work(session: Session) -> bool:
+    """Whether its consumers were handed some of them: the others only wait at the client."""
+    return _holds(session) and any(outlet.at_work() for outlet in session.feeds.queues())
+
+
+# -- tenants --------------------------------------------------------------------------------------
+
+
+def tenants_view(
+    admission: Admission, refusals: Mapping[tuple[str, str, str], int]
+) -> list[TenantInfo]:
+    """Every tenant that has limits of its own, stored something, or was refused something.
+
+    `refusals` are those of the metrics, by kind, limit and tenant, so that both say the same.
+
+    >>> from penstock.core.admission import AdmissionLimits, TenantLimits
+    >>> limits = AdmissionLimits(tenants={"acme": TenantLimits(max_ingress=10)})
+    >>> [(each.tenant, each.limits.max_ingress) for each in tenants_view(Admission(limits), {})]
+    [('acme', 10)]
+    """
+    refused: dict[str, dict[str, int]] = {}
+    for (kind, limit, tenant), count in refusals.items():
+        refused.setdefault(tenant, {})[f"{kind} {limit}"] = count
+    use = admission.use()
+    names = {*admission.limits.tenants, *use, *refused}
+    return [
+        TenantInfo(
+            name,
+            admission.limits.tenants.get(name, admission.limits.default),
+            *use.get(name, (0, 0)),
+            refused.get(name, {}),
+        )
+        for name in sorted(names)
+    ]
+
+
+# -- broker ---------------------------------------------------------------------------------------
+
 
 log = logging.getLogger("penstock.server")
 

@@ -15,8 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from penstock.model.errors import Deferred, PayloadTooLarge
-from penstock.model.server_settings import Server
-from penstock.model.setting import GIB
+from penstock.model.settings import GIB, Server
 
 LIMIT = "server.max_client_bytes"
 # What an account counts, apart from each other.

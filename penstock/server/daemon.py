@@ -10,26 +10,26 @@ from pathlib import Path
 from typing import Any
 
 from penstock.bus import tracing
-from penstock.engines.embedded import EmbeddedEngine
-from penstock.engines.runtime import Runtime
+from penstock.engines.embedded.engine import EmbeddedEngine
+from penstock.engines.embedded.runtime import Runtime
 from penstock.log.disk import RealDisk
 from penstock.model.errors import DiskFull
 from penstock.model.settings import Settings
-from penstock.server import descriptors
-from penstock.server.admin_endpoint import Surface
+from penstock.server import readiness as descriptors
+from penstock.server.admin.endpoint import Surface
+from penstock.server.admin.http import HttpServer, build_app
 from penstock.server.auth import Doorkeeper
 from penstock.server.broker import Broker
-from penstock.server.fanout import Fanout
-from penstock.server.http import HttpServer, build_app
-from penstock.server.metrics import Metrics, metrics_routes
-from penstock.server.metrics_counters import Counters
+from penstock.server.metrics.counters import Counters
+from penstock.server.metrics.engine_stats import Troubles
+from penstock.server.metrics.pressure import Gauge, pressure_routes
+from penstock.server.metrics.prometheus import Metrics, metrics_routes
 from penstock.server.ports import parse_address
-from penstock.server.pressure import Gauge, pressure_routes
 from penstock.server.readiness import obstacles
 from penstock.server.reload import broker_settings
-from penstock.server.tcp import TcpServer
-from penstock.server.troubles import Troubles
-from penstock.server.zeromq import ZmqServer
+from penstock.server.transports.fanout import Fanout
+from penstock.server.transports.tcp import TcpServer
+from penstock.server.transports.zeromq import ZmqServer
 
 log = logging.getLogger("penstock.server")
 

@@ -8,6 +8,11 @@ A record is an event in a few words, and fields beside it, which `extra` carries
 Lines are written by a thread, so that a terminal or a pipe that nobody reads never stops the
 broker; what does not fit its queue is counted and told later. It writes some times a second: whenever
 it wakes up, the broker's loop waits for it.
+
+LogQuota: so many lines a second about clients that are refused, however many there are.
+
+A line costs the broker's loop about as much as an event. Whoever sends broken frames all day must not
+be able to spend that; `penstock_frame_errors_total` counts them all.
 """
 
 from __future__ import annotations
@@ -19,11 +24,15 @@ import re
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, Literal, TextIO
 
 import msgspec
 
 from penstock.log.disk import NO_ROOM
+
+# -- logs -----------------------------------------------------------------------------------------
+
 
 ROOT = "penstock"
 QUEUE_LINES = 10_000  # a few MB: minutes of a busy broker, and never more than that in memory
@@ -204,3 +213,38 @@ class JsonLines(logging.Formatter):
         # JSON itself would let some through that terminals obey; they stand inside strings only.
         text = msgspec.json.encode(entry, enc_hook=str).decode()
         return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+# -- log_quota ------------------------------------------------------------------------------------
+
+
+LINES_PER_S = 10  # enough to see who it is and what is wrong
+
+
+class LogQuota:
+    """Warnings through a log, most of them left out when there are many.
+
+    >>> quota = LogQuota(logging.getLogger("example"), now=lambda: 0.0)
+    >>> [quota.warning("client refused", peer="10.0.0.1:5") for _ in range(12)].count(True)
+    10
+    """
+
+    def __init__(self, log: logging.Logger, now: Callable[[], float] = time.monotonic) -> None:
+        self._log = log
+        self._now = now
+        self._since_s = now()
+        self._lines = self._left_out = 0
+
+    def warning(self, message: str, **extra: object) -> bool:
+        """Log it, unless there were many within this second; the next line says how many were left out."""
+        now_s = self._now()
+        if now_s - self._since_s >= 1.0:
+            self._since_s, self._lines = now_s, 0
+        if self._lines >= LINES_PER_S:
+            self._left_out += 1
+            return False
+        self._lines += 1
+        if self._left_out:
+            extra["left_out"], self._left_out = self._left_out, 0
+        self._log.warning("%s", message, extra=extra)
+        return True

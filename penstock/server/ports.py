@@ -21,7 +21,7 @@ from penstock.model.errors import Corrupted, InvalidSettings
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from penstock.model.server_settings import Server
+    from penstock.model.settings import Server
 
 FILE = "ports.json"
 SERVICES = ("zmq", "pub", "tcp", "http")
@@ -70,7 +70,7 @@ def parse_address(text: str, key: str = "address") -> Address:
 def addresses(server: Server) -> dict[str, Address]:
     """The services that are switched on and where they are to listen.
 
-    >>> from penstock.model.server_settings import Server
+    >>> from penstock.model.settings import Server
     >>> {name: str(at) for name, at in addresses(Server(zmq="", pub="", http="")).items()}
     {'tcp': '127.0.0.1:5557'}
     """

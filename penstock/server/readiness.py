@@ -1,10 +1,79 @@
-"""Readiness: what keeps a client from publishing now; `GET /ready` and the doctor say it."""
+"""Open files: how many a broker needs, and how many clients those it has leave room for.
+
+A broker that ran out of them could neither open a journal file nor answer a probe. So clients never
+get the last ones, whatever `server.max_connections` says.
+
+Readiness: what keeps a client from publishing now; `GET /ready` and the doctor say it.
+"""
 
 from __future__ import annotations
 
-from penstock.engines.embedded import EmbeddedEngine
-from penstock.server import descriptors
-from penstock.server.metrics_engine import disk_full
+import os
+import resource
+
+import msgspec
+
+from penstock.engines.embedded.engine import EmbeddedEngine
+from penstock.model.settings import Settings
+from penstock.server.metrics.engine_stats import disk_full
+
+# -- descriptors ----------------------------------------------------------------------------------
+
+
+STRANGERS = 256  # sockets that are still shaking hands
+OWN = 1_024 - STRANGERS  # 512 HTTP connections, 64 open segments, journal, listeners, libraries
+LEAST_OWN = 128  # without which a broker works badly: what is left is for clients
+
+
+def wanted(settings: Settings) -> int:
+    """Open files a broker needs when all its clients are there."""
+    return settings.server.max_connections + STRANGERS + OWN
+
+
+def raise_limit(settings: Settings) -> None:
+    """Take as many open files as all clients together may need, as far as the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = wanted(settings) if hard == resource.RLIM_INFINITY else min(wanted(settings), hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def room_for_clients(limit: int, in_use: int = 0) -> int:
+    """How many clients a limit of open files leaves room for.
+
+    >>> room_for_clients(1_024), room_for_clients(100)
+    (896, 0)
+    """
+    if limit == resource.RLIM_INFINITY:
+        return 1 << 30
+    return max(0, limit - in_use - LEAST_OWN)
+
+
+def within_limit(settings: Settings) -> tuple[Settings, int]:
+    """Settings with as many clients as the open files of this process leave room for, and how many do."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    room = room_for_clients(soft, len(os.listdir("/proc/self/fd")))
+    most = max(1, min(settings.server.max_connections, room))
+    server = msgspec.structs.replace(settings.server, max_connections=most)
+    return msgspec.structs.replace(settings, server=server), room
+
+
+def most_sockets(clients: int, strangers: int = STRANGERS) -> int:
+    """How many sockets a listener lets be open: clients, those shaking hands, never the last open files."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(1, min(clients + strangers, room_for_clients(soft)))
+
+
+def none_left() -> bool:
+    """Whether this process can open no more files."""
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError:
+        return True
+    return False
+
+
+# -- readiness ------------------------------------------------------------------------------------
 
 
 def obstacles(engine: EmbeddedEngine, *, clients: int, most_clients: int, room: int) -> list[str]:
@@ -14,7 +83,7 @@ def obstacles(engine: EmbeddedEngine, *, clients: int, most_clients: int, room: 
         found.append("the writer failed: look at the log, and start the broker again")
     if disk_full(engine):
         found.append("the disk cannot hold the next journal file: make room, or lower retention")
-    if room < 1 or descriptors.none_left():
+    if room < 1 or none_left():
         found.append("no open files are left for clients: raise the limit (LimitNOFILE, ulimit -n)")
     elif clients >= most_clients:
         found.append(f"all {most_clients} clients that are allowed are connected")

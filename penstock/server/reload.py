@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from penstock.core.quota import AdmissionLimits
+from penstock.core.admission import AdmissionLimits
 from penstock.model.errors import PenstockError
 from penstock.server.auth import Doorkeeper, Keys, keys_of
 
 if TYPE_CHECKING:
     from penstock.core.admission import Admission
-    from penstock.model.server_settings import Auth
-    from penstock.model.settings import Settings
+    from penstock.model.settings import Auth, Settings
 
 log = logging.getLogger("penstock.server.reload")
 

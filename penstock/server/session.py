@@ -1,4 +1,9 @@
-"""Session: what the broker knows of one client, and the answers to everything it asks."""
+"""Asking: what a client of the broker fetches, reads and administers.
+
+Replies: answers kept for a client that may have missed them, until it says that it has them.
+
+Session: what the broker knows of one client, and the answers to everything it asks.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +15,153 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.core.entry import SessionPut
-from penstock.engines import request as requests
-from penstock.engines.dispatcher import Dispatcher
+from penstock.engines import requests
+from penstock.engines.embedded.delivery import Dispatcher
+from penstock.engines.requests import REQUESTS
 from penstock.model.batch import EventBatch
-from penstock.model.errors import Deferred, PenstockError, ProtocolViolation
+from penstock.model.errors import Deferred, InvalidInput, PenstockError, ProtocolViolation
 from penstock.model.event import Identity
-from penstock.server.asking import Asking
-from penstock.server.client_bytes import KEPT
-from penstock.server.feeds import Feeds
-from penstock.server.inbound import check_read
-from penstock.server.outlet import LogOutlet, refuse
-from penstock.server.replies import Replies
-from penstock.server.storing import Storing
+from penstock.model.parameter import wrong_type
+from penstock.server.client_bytes import EXPANDED, KEPT
+from penstock.server.publish import Storing
+from penstock.server.subscriptions import Feeds, LogOutlet, refuse
+from penstock.server.validation import check_read
 from penstock.wire import message as say
-from penstock.wire.fault import to_fault
-from penstock.wire.frame import Frame, Kind
-from penstock.wire.message import decode, encode
+from penstock.wire.frame import MAX_PARTS, Frame, Kind
+from penstock.wire.message import decode, encode, to_fault
 
 if TYPE_CHECKING:
     from penstock.server.broker import Broker
-    from penstock.server.link import Link
+    from penstock.server.transports.link import Link
+
+# -- asking ---------------------------------------------------------------------------------------
+
+
+MAX_CHUNK_BYTES = 16 << 20  # of one answer, whatever the client asks for: it is held in memory
+
+
+class Asking:
+    """Answers fetches, reads and administrative requests of one session."""
+
+    def __init__(self, broker: Broker, session: Session) -> None:
+        self._broker = broker
+        self._session = session
+
+    async def read(self, frame: Frame) -> Frame:
+        """Stored batches, as many as fit into one answer."""
+        wish = decode(frame.meta, say.Read)
+        self._session.may_read((wish.topic,))
+        most_bytes = max(0, min(wish.max_bytes, MAX_CHUNK_BYTES))
+        account = self._session.account
+        await account.room(EXPANDED, most_bytes)
+        try:
+            return await self._read(frame.request, wish, most_bytes)
+        finally:
+            account.add(EXPANDED, -most_bytes)
+
+    async def _read(self, request: int, wish: say.Read, most_bytes: int) -> Frame:
+        parts: list[bytes] = []
+        size = 0
+        end = True
+        batches = self._broker.engine.read(wish.topic, wish.partition, wish.start, wish.stop)
+        async for batch in batches:
+            parts.append(batch.encode())
+            self._broker.tally.replayed(batch.tenant, batch.topic, batch.count)
+            size += len(parts[-1])
+            if size >= most_bytes or len(parts) >= MAX_PARTS:
+                end = False
+                break
+        await batches.aclose()  # type: ignore[attr-defined]
+        return Frame(Kind.RESULT, request, encode(say.Chunk(end)), parts)
+
+    async def fetch(self, frame: Frame) -> Frame:
+        """The next batch of a log feed; the request may come again, and so does the batch then."""
+        feed = decode(frame.meta, say.Feed).feed
+        await self._session.feeds.opened(feed)
+        outlet = self._session.feeds.log(feed)
+        batch, epoch = await outlet.fetch(frame.request)
+        self._session.keeps_batch(feed, batch.size_bytes)
+        self._broker.delivered(batch, batch.count, outlet.reader.fresh(batch))
+        return Frame(Kind.RESULT, frame.request, encode(say.Fetched(epoch)), (batch.encode(),))
+
+    async def commit(self, frame: Frame) -> Frame:
+        """How far a client is in a log feed."""
+        commit = decode(frame.meta, say.Commit)
+        await self._session.feeds.opened(commit.feed)
+        outlet = self._session.feeds.log(commit.feed)
+        outlet.mark(commit)
+        await outlet.reader.commit()
+        return Frame(Kind.RESULT, frame.request, b"")
+
+    async def ask(self, frame: Frame) -> Frame:
+        """Administration, within the rights of the client."""
+        wish = decode(frame.meta, say.Ask)
+        kind = REQUESTS.get(wish.request)
+        if kind is None:
+            raise InvalidInput(f"no request is called {wish.request!r}", request=wish.request)
+        try:
+            request = msgspec.convert(wish.fields, kind)
+        except msgspec.ValidationError as error:
+            raise wrong_type(error) from None
+        answer = await self._broker.gate.ask(self._session.identity, request)
+        if isinstance(request, requests.CreateTopic) and request.spec.ephemeral:
+            self._session.own_topics.add(request.topic)
+        return Frame(Kind.RESULT, frame.request, msgspec.msgpack.encode(answer))
+
+    async def flush(self, frame: Frame) -> Frame:
+        """Everything settled so far is durable when it is answered."""
+        await self._broker.engine.flush()
+        return Frame(Kind.RESULT, frame.request, b"")
+
+
+# -- replies --------------------------------------------------------------------------------------
+
+
+class Replies:
+    """The last answers of one session, by request: at most so many, and of so many bytes.
+
+    >>> replies = Replies(100, 1 << 20)
+    >>> replies.keep(Frame(0x52, 7, b"")); 7 in replies
+    True
+    >>> replies.forget_before(8); 7 in replies
+    False
+    """
+
+    def __init__(self, most: int, most_bytes: int) -> None:
+        self._most = most
+        self._most_bytes = most_bytes
+        self._kept: dict[int, Frame] = {}
+        self.bytes = 0
+
+    def __contains__(self, request: int) -> bool:
+        return request in self._kept
+
+    def __getitem__(self, request: int) -> Frame:
+        return self._kept[request]
+
+    def keep(self, answer: Frame) -> None:
+        """Keep an answer; the oldest go when there are too many."""
+        self._kept[answer.request] = answer
+        self.bytes += answer.size_bytes
+        while len(self._kept) > self._most or self.bytes > self._most_bytes:
+            self._drop(next(iter(self._kept)))
+
+    def forget_before(self, request: int) -> None:
+        """The client has all answers to requests before this one."""
+        for each in [each for each in self._kept if each < request]:
+            self._drop(each)
+
+    def clear(self) -> None:
+        """Keep none of them."""
+        self._kept.clear()
+        self.bytes = 0
+
+    def _drop(self, request: int) -> None:
+        self.bytes -= self._kept.pop(request).size_bytes
+
+
+# -- session --------------------------------------------------------------------------------------
+
 
 log = logging.getLogger("penstock.server")
 

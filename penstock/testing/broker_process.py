@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from penstock.model.loader import load
+from penstock.model.settings_loader import load
 from penstock.server.daemon import Daemon
 
 START_S = 60.0

@@ -18,8 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from penstock.model.errors import PenstockError
-from penstock.pipelines.java import find_java, write_launcher
-from penstock.pipelines.requirement import check_requirements
+from penstock.pipelines.session import check_requirements, find_java, write_launcher
 from penstock.testing.server_process import Server, free_ports
 
 START_S = 120.0

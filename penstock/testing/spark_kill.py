@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 import penstock
-from penstock.pipelines.connection import is_broker
+from penstock.pipelines.stores import is_broker
 from penstock.testing.broker_process import BrokerProcess
 
 if TYPE_CHECKING:

@@ -11,9 +11,8 @@ from typing import Annotated
 import msgspec
 
 from penstock.model.errors import ProtocolViolation, WrongProtocolVersion
-from penstock.wire.fault import to_error, to_fault
 from penstock.wire.frame import VERSION, Bytes, Mark
-from penstock.wire.message import Fault
+from penstock.wire.message import Fault, to_error, to_fault
 from penstock.wire.stream import COMPRESSORS, encode_message
 
 NEGOTIATE = 0xFE

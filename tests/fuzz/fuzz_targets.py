@@ -15,20 +15,19 @@ from typing import Any
 
 from penstock.core.entry import GroupSpec
 from penstock.core.retry import Retry
-from penstock.engines.embedded import EmbeddedEngine
+from penstock.engines.embedded.engine import EmbeddedEngine
 from penstock.log.memory_disk import MemoryDisk
 from penstock.model.errors import PenstockError, ProtocolViolation, WrongProtocolVersion
-from penstock.model.loader import load
 from penstock.model.settings import Settings
+from penstock.model.settings_loader import load
 from penstock.server.auth import Doorkeeper
-from penstock.server.broker import Broker
-from penstock.server.connection import Connection
-from penstock.server.metrics_counters import Counters
+from penstock.server.broker import Broker, Connection
+from penstock.server.metrics.counters import Counters
 from penstock.server.reload import broker_settings
-from penstock.testing.sim_loop import LoopRuntime, SimClock, SimLoop, kill
+from penstock.testing.simulation.loop import LoopRuntime, SimClock, SimLoop, kill
 from penstock.wire import message as say
+from penstock.wire.encodings import MESSAGES, from_mark
 from penstock.wire.frame import MAX_PARTS, Frame, Kind
-from penstock.wire.mark import MESSAGES, from_mark
 from penstock.wire.stream import StreamReader, decode_frame, encode_frame
 
 LIMIT_BYTES = 1 << 20

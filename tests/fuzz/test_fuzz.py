@@ -14,10 +14,10 @@ from hostile_messages import ASKED, HELLO, HONEST, conversations, twisted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engines.answers import REQUESTS
-from penstock.engines.layout import Layout
+from penstock.engines.embedded.batching import Layout
+from penstock.engines.requests import REQUESTS
+from penstock.wire.encodings import MESSAGES
 from penstock.wire.frame import Frame, Kind
-from penstock.wire.mark import MESSAGES
 from penstock.wire.stream import encode_frame
 
 PURE = settings(max_examples=200, deadline=None)

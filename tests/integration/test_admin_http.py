@@ -33,8 +33,8 @@ from penstock.cli import dlq as cli_dlq
 from penstock.cli import output
 from penstock.cli import topic as cli_topic
 from penstock.cli.invocation import Invocation
-from penstock.engines import request as ask
-from penstock.engines.embedded import EmbeddedEngine
+from penstock.engines import requests as ask
+from penstock.engines.embedded.engine import EmbeddedEngine
 from penstock.log.disk import RealDisk
 from penstock.model.errors import (
     Deferred,
@@ -45,11 +45,12 @@ from penstock.model.errors import (
     WriterFailed,
 )
 from penstock.model.event import Identity
-from penstock.server import admin_request, http
-from penstock.server.admin_endpoint import Surface
+from penstock.server.admin import http
+from penstock.server.admin import request as admin_request
+from penstock.server.admin.endpoint import Surface
+from penstock.server.admin.http import ENDPOINTS, HttpServer, build_app
+from penstock.server.admin.openapi import plain_path
 from penstock.server.auth import Doorkeeper
-from penstock.server.http import ENDPOINTS, HttpServer, build_app
-from penstock.server.openapi import plain_path
 
 SECRET = "integration-secret-of-32-bytes-.."
 ADMIN_TOKEN = "the-admin-token"

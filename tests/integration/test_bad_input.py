@@ -19,7 +19,7 @@ import pyarrow as pa
 import pytest
 
 import penstock
-from penstock.engines.embedded import EmbeddedEngine
+from penstock.engines.embedded.engine import EmbeddedEngine
 
 ROOT = Path(penstock.__file__).resolve().parent.parent
 FILLER = [random.Random(n).randbytes(8_000) for n in range(40)]

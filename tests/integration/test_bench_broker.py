@@ -25,7 +25,7 @@ from penstock.bench.cases.broker_queue import fanout_apart, queue_apart
 from penstock.bench.client_process import Crew, all_of
 from penstock.bench.peers import Peer
 from penstock.model.errors import PenstockError
-from penstock.model.setting import MIB
+from penstock.model.settings import MIB
 from penstock.testing.broker_process import BrokerProcess
 
 WINDOW_S = 0.3

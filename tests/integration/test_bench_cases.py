@@ -12,8 +12,7 @@ from penstock.bench import Sample, Window, list_cases, route, soak
 from penstock.bench.case import load_cases
 from penstock.bench.cases import deliver, publish, read, recover, workload
 from penstock.model.errors import PenstockError
-from penstock.model.setting import MIB
-from penstock.model.settings import Journal, Retention, Sealing, Settings
+from penstock.model.settings import MIB, Journal, Retention, Sealing, Settings
 
 WINDOW_S = 0.2
 FILL_EVENTS = 30_000

@@ -33,14 +33,14 @@ import penstock
 from penstock import errors
 from penstock.core.entry import GroupSpec
 from penstock.core.retry import Retry
-from penstock.model.loader import load
-from penstock.server import storing
+from penstock.model.settings_loader import load
+from penstock.server import publish as storing
 from penstock.server.auth import Doorkeeper
-from penstock.server.curve import make_keys
+from penstock.server.broker import tenants_view
 from penstock.server.daemon import Daemon
-from penstock.server.storing import MAX_REST_S
-from penstock.server.tcp_link import TcpLink
-from penstock.server.tenants import tenants_view
+from penstock.server.publish import MAX_REST_S
+from penstock.server.transports.curve import make_keys
+from penstock.server.transports.tcp import TcpLink
 from penstock.testing.broker_process import BrokerProcess, broker_inside
 from penstock.wire import message as say
 from penstock.wire.frame import ENVELOPE, MAGIC, Frame, Kind
@@ -973,7 +973,7 @@ async def test_a_tenant_ahead_of_its_rate_lets_others_go_first(
     metered: Daemon, eager: penstock.Bus, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     """T11: its batches are looked at when nobody else's publish is under way."""
-    monkeypatch.setattr("penstock.server.courtesy.PATIENCE_S", DEADLINE_S)
+    monkeypatch.setattr("penstock.server.publish.PATIENCE_S", DEADLINE_S)
     courtesy, stored = metered.broker.courtesy, metered.engine.log
     courtesy.begin()  # as if another tenant's were
     await eager.publish_many(METERED, [b"x"] * (RATE_PER_S // 5))
@@ -993,7 +993,7 @@ async def test_a_tenant_that_is_not_ahead_any_more_does_not_overtake_itself(
     metered: Daemon, eager: penstock.Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """T11, X2: what waits out of courtesy is stored before what comes behind it."""
-    monkeypatch.setattr("penstock.server.courtesy.PATIENCE_S", DEADLINE_S)
+    monkeypatch.setattr("penstock.server.publish.PATIENCE_S", DEADLINE_S)
     courtesy, admission = metered.broker.courtesy, metered.engine.admission
     await eager.topics.create(METERED)
     courtesy.begin()  # as if another tenant's were
@@ -1015,7 +1015,7 @@ async def test_newcomers_and_leavers_let_others_go_first(
     metered: Daemon, eager: penstock.Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """T1, Q1: whoever connects all the time costs those who publish as little as can be."""
-    monkeypatch.setattr("penstock.server.courtesy.PATIENCE_S", DEADLINE_S)
+    monkeypatch.setattr("penstock.server.publish.PATIENCE_S", DEADLINE_S)
     courtesy, sessions, topic = (
         metered.broker.courtesy,
         metered.engine.state.sessions,

@@ -14,10 +14,9 @@ import pytest
 
 import penstock
 from penstock.core.entry import TopicGone
-from penstock.engines import writer
-from penstock.engines.embedded import EmbeddedEngine
-from penstock.engines.runtime import Runtime
-from penstock.engines.writer import SLOW_WRITES
+from penstock.engines.embedded import runtime as writer
+from penstock.engines.embedded.engine import EmbeddedEngine
+from penstock.engines.embedded.runtime import SLOW_WRITES, Runtime
 from penstock.log.disk import RealFile
 from penstock.log.journal import Journal
 

@@ -14,8 +14,8 @@ import pytest_asyncio
 import penstock
 from penstock import errors
 from penstock.core.delivery import MAX_LEASE_EVENTS
-from penstock.engines.embedded import EmbeddedEngine
-from penstock.engines.handle import Stretch
+from penstock.engines.embedded.delivery import Stretch
+from penstock.engines.embedded.engine import EmbeddedEngine
 
 TOPIC = "orders"
 COLD = 2 * MAX_LEASE_EVENTS
@@ -89,7 +89,7 @@ async def test_what_is_read_waits_until_the_last_was_taken(
     bus: penstock.Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Q7: of all that a consumer was leased, a few pieces lie in memory."""
-    monkeypatch.setattr("penstock.log.eventlog.READ_BYTES", 1)
+    monkeypatch.setattr("penstock.log.event_log.READ_BYTES", 1)
     for _ in range(6):
         await bus.publish(TOPIC, bytes(1 << 19))  # more than is kept at hand
     end = COLD + WARM + 6
@@ -110,7 +110,7 @@ async def test_what_was_taken_back_is_not_read(
     bus: penstock.Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """T4, found by review: all of a lease was read for nobody, before what came again."""
-    monkeypatch.setattr("penstock.log.eventlog.READ_BYTES", 1)
+    monkeypatch.setattr("penstock.log.event_log.READ_BYTES", 1)
     for _ in range(20):
         await bus.publish("large", bytes(1 << 19))  # more than is kept at hand
     reader = Reader(engine(bus))
@@ -244,7 +244,7 @@ async def test_keys_are_read_once_however_often_a_group_is_looked_at(bus: pensto
 async def test_a_topic_may_be_deleted_while_its_keys_are_read(
     bus: penstock.Bus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("penstock.log.eventlog.READ_BYTES", 1)
+    monkeypatch.setattr("penstock.log.event_log.READ_BYTES", 1)
     for _ in range(6):
         await bus.publish("large", bytes(1 << 19), key="k")  # more than is kept at hand
     reader, gate = Reader(engine(bus)), asyncio.Event()

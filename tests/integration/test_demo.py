@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 import penstock
-from penstock.cli.demo import command
+from penstock.cli.demo import TENANTS, Shop, command
 from penstock.cli.invocation import Invocation
-from penstock.cli.sample import TENANTS, Shop
 
 ROOT = Path(penstock.__file__).resolve().parent.parent
 DEADLINE_S = 60

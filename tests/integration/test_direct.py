@@ -14,12 +14,12 @@ import pytest
 import penstock
 from penstock.bench.process import memory_mb
 from penstock.core.entry import GroupSpec
-from penstock.engines.dial import broker_engine
-from penstock.engines.link_tcp import TcpLink
+from penstock.engines.broker.engine import broker_engine
+from penstock.engines.broker.tcp import TcpLink
 from penstock.model.batch import EventBatch
 from penstock.model.event import Identity
-from penstock.model.loader import load
-from penstock.server.tcp_link import HANDSHAKE_S
+from penstock.model.settings_loader import load
+from penstock.server.transports.tcp import HANDSHAKE_S
 from penstock.testing.broker_process import BrokerProcess
 from penstock.wire import message as say
 from penstock.wire.frame import Frame, Kind

@@ -14,7 +14,7 @@ import pytest
 
 import penstock
 from penstock import DiskFull, DiskRefused, StorageError, WriterFailed
-from penstock.core.catalogue import Route
+from penstock.core.routes import Route
 from tests.conftest import small_settings
 
 TOLD = {

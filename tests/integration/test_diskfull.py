@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import penstock
-from penstock.core.catalogue import Route
+from penstock.core.routes import Route
 from penstock.testing.broker_process import BrokerProcess
 
 MIB = 1 << 20

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import penstock
-from penstock.testing.sim_disk import Faults
+from penstock.testing.simulation.disk import Faults
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "durability.md"
 SEEDS = range(10)

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 import penstock
-from penstock.engines.embedded import EmbeddedEngine
-from penstock.engines.request import FindOffset
+from penstock.engines.embedded.engine import EmbeddedEngine
+from penstock.engines.requests import FindOffset
 
 BY: dict[str, Any] = {"actor": "ann", "reason": "tested"}
 NOW = penstock.Retry((0,), 2)  # a retry at once, then dead

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import penstock
-from penstock.engines import layout
-from penstock.server import expanding
+from penstock.engines.embedded import batching as layout
+from penstock.server import fastpath as expanding
 from penstock.server.session import Session
 from penstock.testing.broker_process import broker_inside
 from penstock.wire import message as say

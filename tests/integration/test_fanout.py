@@ -19,11 +19,10 @@ import zmq
 import penstock
 from penstock.model.batch import EventBatch
 from penstock.model.errors import InvalidSettings
-from penstock.model.server_settings import Server
-from penstock.model.settings import Settings
-from penstock.server import fanout as module
-from penstock.server.curve import make_keys, public_key
-from penstock.server.fanout import Fanout
+from penstock.model.settings import Server, Settings
+from penstock.server.transports import fanout as module
+from penstock.server.transports.curve import make_keys, public_key
+from penstock.server.transports.fanout import Fanout
 from penstock.testing.broker_process import BrokerProcess
 from penstock.wire.frame import ENVELOPE, MAGIC, VERSION
 
@@ -151,7 +150,7 @@ async def test_a_subscriber_that_never_reads(monkeypatch: pytest.MonkeyPatch) ->
 async def test_nothing_is_sent_when_everybody_is_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last resort, should nobody be found who is to blame."""
     monkeypatch.setattr(module, "BUFFER_BYTES", 4 << 20)
-    monkeypatch.setattr("penstock.server.zmq_peers.Peers.slowest", lambda self: None)
+    monkeypatch.setattr("penstock.server.transports.zeromq_peers.Peers.slowest", lambda self: None)
     with fanning() as (fanout, port), listening(port, b"a", RCVHWM=1, RCVBUF=4_096):
         await until(lambda: fanout._prefixes)
         for number in range(300):

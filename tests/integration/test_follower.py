@@ -53,8 +53,8 @@ async def test_a_follower_in_another_process_sees_everything_once_in_order(tmp_p
 
 
 def follower(here) -> penstock.Bus:
-    from penstock.engines.follower import FollowerEngine
-    from penstock.engines.runtime import Runtime
+    from penstock.engines.embedded.follower import FollowerEngine
+    from penstock.engines.embedded.runtime import Runtime
 
     engine = FollowerEngine(here.disk, here.settings, Runtime())
     return penstock.Bus(engine, here.settings, penstock.Identity(), engine.capabilities)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import penstock
-from penstock.engines.bundle import Answer, Bundle
-from penstock.engines.pending import COMPANY_BYTES
-from penstock.server.helping import HELPING_BYTES
+from penstock.engines.embedded.batching import COMPANY_BYTES
+from penstock.engines.embedded.publisher import Answer, Bundle
+from penstock.server.publish import HELPING_BYTES
 from penstock.testing.broker_process import BrokerProcess, broker_inside
 
 TOPIC = "orders.created.v1.acme"

@@ -16,18 +16,18 @@ import pytest
 import pytest_asyncio
 
 import penstock
-from penstock.core.catalogue import Route
-from penstock.engines.channel import Channel
-from penstock.engines.dial import broker_engine
-from penstock.engines.link_tcp import TcpLink
-from penstock.engines.request import QueryAudit
+from penstock.core.routes import Route
+from penstock.engines.broker.channel import Channel
+from penstock.engines.broker.engine import broker_engine
+from penstock.engines.broker.tcp import TcpLink
+from penstock.engines.requests import QueryAudit
 from penstock.model.errors import AccessDenied
 from penstock.model.event import Identity
-from penstock.model.loader import load
 from penstock.model.settings import Auth
+from penstock.model.settings_loader import load
 from penstock.server.auth import Doorkeeper
 from penstock.server.daemon import Daemon
-from penstock.server.log_quota import LINES_PER_S
+from penstock.server.logs import LINES_PER_S
 from penstock.testing.broker_process import broker_inside
 from penstock.wire import message as say
 from penstock.wire.frame import Frame, Kind

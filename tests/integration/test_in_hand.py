@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import penstock
-from penstock.engines.request import DeleteGroup, Request, ResetGroup
+from penstock.engines.requests import DeleteGroup, Request, ResetGroup
 from penstock.model.errors import BrokerUnreachable
 from penstock.testing.broker_process import BrokerProcess
 

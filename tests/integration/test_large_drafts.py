@@ -12,8 +12,8 @@ import pytest
 import pytest_asyncio
 
 import penstock
-from penstock.engines.layout import Layout
-from penstock.server import storing
+from penstock.engines.embedded.batching import Layout
+from penstock.server import publish as storing
 from penstock.server.daemon import Daemon
 from penstock.testing.broker_process import broker_inside
 

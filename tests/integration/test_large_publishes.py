@@ -12,7 +12,7 @@ import pytest_asyncio
 
 import penstock
 from penstock import errors
-from penstock.model.loader import load
+from penstock.model.settings_loader import load
 from penstock.server.daemon import Daemon
 
 MIB = 1 << 20

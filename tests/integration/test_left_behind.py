@@ -17,8 +17,8 @@ import pytest
 import penstock
 from penstock import errors
 from penstock.core.entry import GroupSpec
-from penstock.engines.link_tcp import TcpLink
-from penstock.server.outlet import QueueOutlet
+from penstock.engines.broker.tcp import TcpLink
+from penstock.server.subscriptions import QueueOutlet
 from penstock.testing.broker_process import BrokerProcess, broker_inside
 from penstock.wire import message as say
 from penstock.wire.frame import Frame, Kind
@@ -57,7 +57,7 @@ async def nobody_is_left(daemon: Any, group: str) -> None:
 
 
 async def ask_groups(daemon: Any) -> Sequence[Any]:
-    groups: Sequence[Any] = await daemon.engine.ask(penstock.engines.request.ListGroups())
+    groups: Sequence[Any] = await daemon.engine.ask(penstock.engines.requests.ListGroups())
     return groups
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import penstock
 from penstock.core.entry import TopicSpec
-from penstock.engines.request import CreateTopic, DeleteTopic
+from penstock.engines.requests import CreateTopic, DeleteTopic
 from penstock.testing.work import counted_calls
 
 # Twice as many things may take this many times the work: two, and some for what a size brings along.

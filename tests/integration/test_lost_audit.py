@@ -11,7 +11,7 @@ import pytest
 
 import penstock
 from penstock.cli.app import run
-from penstock.core.auditproof import Verdict
+from penstock.core.audit import Verdict
 from tests.conftest import small_settings
 
 

@@ -14,12 +14,12 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from penstock.model.loader import load
-from penstock.server import expanding
+from penstock.model.settings_loader import load
+from penstock.server import fastpath as expanding
 from penstock.server.daemon import Daemon
 from penstock.server.session import Session
+from penstock.wire.encodings import MESSAGES, wire
 from penstock.wire.frame import Frame, Kind, Mark
-from penstock.wire.mark import MESSAGES, wire
 from penstock.wire.negotiation import chosen, offer
 from penstock.wire.stream import StreamReader, decode_frame, encode_frame
 

@@ -18,15 +18,15 @@ import zmq.asyncio
 import penstock
 from penstock import errors
 from penstock.testing.broker_process import BrokerProcess
+from penstock.wire import legacy as old
 from penstock.wire import message as say
-from penstock.wire import oldcommand as old
-from penstock.wire.bound import (
+from penstock.wire.frame import Frame, Kind, Mark
+from penstock.wire.limits import (
     MAX_MESSAGE_BYTES,
     MAX_PROTOBUF_VALUES,
     MAX_SETTLE_VALUES,
     MAX_VALUES,
 )
-from penstock.wire.frame import Frame, Kind, Mark
 from penstock.wire.negotiation import offer
 from penstock.wire.stream import StreamReader, decode_frame, encode_frame
 

@@ -11,11 +11,11 @@ import pytest
 import pytest_asyncio
 
 import penstock
-from penstock.model.loader import load
-from penstock.server import oldclient
+from penstock.model.settings_loader import load
 from penstock.server.daemon import Daemon
-from penstock.server.storing import Storing
-from penstock.wire import oldcommand as old
+from penstock.server.publish import Storing
+from penstock.server.transports import legacy as oldclient
+from penstock.wire import legacy as old
 from penstock.wire.stream import StreamReader
 
 MIB = 1 << 20
@@ -139,7 +139,7 @@ async def test_events_are_leased_and_acked(daemon: Daemon, caller: Caller) -> No
     [last] = await caller.events(1)
     await caller.call(old.Ack(last.tag))
     assert [*seen, last.payload] == [b"0", b"1", b"2", b"3", b"4"]
-    group = await daemon.engine.ask(penstock.engines.request.DescribeGroup("billing"))
+    group = await daemon.engine.ask(penstock.engines.requests.DescribeGroup("billing"))
     assert group is not None
 
 
@@ -226,7 +226,7 @@ async def test_with_new_clients_on_one_bus(daemon: Daemon, caller: Caller) -> No
 
 async def test_a_deleted_group_is_noticed(daemon: Daemon, caller: Caller) -> None:
     await caller.call(old.Subscribe("billing", "orders", 10))
-    await daemon.engine.ask(penstock.engines.request.DeleteGroup("billing", confirm="DELETE"))
+    await daemon.engine.ask(penstock.engines.requests.DeleteGroup("billing", confirm="DELETE"))
     notice = await caller.notice()
     assert (notice.tag, notice.code.split(".")[0]) == (0, "notfound")
 

@@ -11,8 +11,8 @@ import pytest
 
 import penstock
 from penstock.core.entry import Produced
-from penstock.engines.bundle import Answer, Bundle
-from penstock.engines.remote_publisher import described
+from penstock.engines.broker.publisher import described
+from penstock.engines.embedded.publisher import Answer, Bundle
 from penstock.testing.broker_process import BrokerProcess, broker_inside
 from penstock.wire.frame import Bytes, Frame, Kind
 from penstock.wire.message import Publish, encode

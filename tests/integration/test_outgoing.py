@@ -14,17 +14,15 @@ import pytest
 import pytest_asyncio
 
 import penstock
-from penstock.engines.link_tcp import TcpLink as ClientLink
+from penstock.engines.broker.tcp import TcpLink as ClientLink
 from penstock.model.errors import BusClosed
-from penstock.model.loader import load
-from penstock.server import outgoing
+from penstock.model.settings_loader import load
+from penstock.server import fastpath as outgoing
 from penstock.server.fastpath import FastPath
-from penstock.server.tcp import TcpServer
-from penstock.server.tcp_link import TcpLink
+from penstock.server.transports.tcp import TcpLink, TcpServer
 from penstock.testing.broker_process import BrokerProcess
-from penstock.wire.fault import to_error
 from penstock.wire.frame import Frame, Kind
-from penstock.wire.message import Fault, Welcome, decode, encode
+from penstock.wire.message import Fault, Welcome, decode, encode, to_error
 from penstock.wire.stream import encode_frame
 
 DEADLINE_S = 20.0

@@ -19,7 +19,7 @@ from penstock.log.repair import repair, unreadable_entries
 from penstock.log.unreadable import SET_ASIDE
 from penstock.model.errors import UnreadableEntry
 from penstock.model.settings import Settings
-from penstock.testing.sim_disk import SimCrash, SimDisk
+from penstock.testing.simulation.disk import SimCrash, SimDisk
 from tests.conftest import contents, hashes, small_settings
 
 RECORDED = Path(__file__).resolve().parents[1] / "recorded" / "broken_folders.tar.xz"

@@ -14,7 +14,7 @@ import pytest
 
 import penstock
 from penstock.model.errors import BrokerUnreachable, InvalidSettings, NotAuthenticated
-from penstock.model.server_settings import Auth
+from penstock.model.settings import Auth
 from penstock.server.auth import Doorkeeper
 from penstock.testing.broker_process import BrokerProcess
 

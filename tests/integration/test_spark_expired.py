@@ -12,7 +12,7 @@ import penstock
 from penstock.model.errors import OffsetExpired
 from penstock.pipelines.plan import Split
 from penstock.pipelines.rows import Reading
-from penstock.pipelines.store import close_stores
+from penstock.pipelines.stores import close_stores
 from penstock.testing.broker_process import BrokerProcess
 
 SMALL = {"journal__file_bytes": 1 << 20, "sealing__process": False, "sealing__grace_s": 0.0}

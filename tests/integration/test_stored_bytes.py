@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 import penstock
-from penstock.cli.traffic import read_traffic
-from penstock.log.measure import event_bytes, measured
-from penstock.model.batch import EventBatch
-from penstock.model.batch_head import BatchHead
+from penstock.cli.quota_simulation import read_traffic
+from penstock.model.batch import BatchHead, EventBatch, event_bytes, measured
 from penstock.model.settings import Settings
 
 TOPIC = "orders.created.v1.acme"

@@ -13,7 +13,9 @@ import threading
 import pytest
 
 import penstock
-from penstock.bus import desk, publishing, sync
+from penstock.bus import admin as desk
+from penstock.bus import drafting as publishing
+from penstock.bus import sync
 
 
 def test_publish_subscribe_replay_and_desks(tmp_path) -> None:

@@ -16,9 +16,9 @@ import pytest
 import pytest_asyncio
 
 import penstock
-from penstock.engines import link_tcp
-from penstock.engines.link_tcp import TcpLink as ClientLink
-from penstock.engines.link_tcp import client_tls
+from penstock.engines.broker import tcp as link_tcp
+from penstock.engines.broker.tcp import TcpLink as ClientLink
+from penstock.engines.broker.tcp import client_tls
 from penstock.model.errors import (
     BrokerUnreachable,
     Deferred,
@@ -27,15 +27,14 @@ from penstock.model.errors import (
     ProtocolViolation,
     WrongProtocolVersion,
 )
-from penstock.model.loader import load
 from penstock.model.settings import Settings
-from penstock.server import tcp_link
-from penstock.server.tcp import TcpServer
-from penstock.server.tcp_link import STRANGER_FRAME_BYTES, TcpLink
+from penstock.model.settings_loader import load
+from penstock.server.transports import tcp as tcp_link
+from penstock.server.transports.tcp import STRANGER_FRAME_BYTES, TcpLink, TcpServer
 from penstock.testing.authority import Authority
 from penstock.wire import message as say
+from penstock.wire.encodings import for_mark, from_mark
 from penstock.wire.frame import Frame, Kind, Mark
-from penstock.wire.mark import for_mark, from_mark
 from penstock.wire.negotiation import chosen, offer
 from penstock.wire.stream import StreamReader, decode_frame, encode_frame, encode_message
 

@@ -15,12 +15,12 @@ import pytest
 import pytest_asyncio
 
 import penstock
-from penstock.core.quota import AdmissionLimits, TenantLimits
-from penstock.engines.bundle import Bundle
-from penstock.server import zmq_link
+from penstock.core.admission import AdmissionLimits, TenantLimits
+from penstock.engines.embedded.publisher import Bundle
+from penstock.server.broker import tenants_view
 from penstock.server.daemon import Daemon
-from penstock.server.metrics_engine import quotas
-from penstock.server.tenants import tenants_view
+from penstock.server.metrics.engine_stats import quotas
+from penstock.server.transports import zeromq as zmq_link
 from penstock.testing.broker_process import BrokerProcess, broker_inside
 from penstock.wire.message import Hello
 

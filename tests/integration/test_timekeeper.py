@@ -9,8 +9,8 @@ import pytest
 
 import penstock
 from penstock import errors
-from penstock.engines import timekeeper
-from penstock.testing.sim_disk import SimDisk
+from penstock.engines.embedded import schedules as timekeeper
+from penstock.testing.simulation.disk import SimDisk
 
 WAIT_S = 3.0
 LABELS = [

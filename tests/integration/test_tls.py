@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import penstock
-from penstock.engines.link_tcp import client_tls
+from penstock.engines.broker.tcp import client_tls
 from penstock.model.errors import BrokerUnreachable, InvalidSettings
-from penstock.server.tcp import MAX_STRANGERS
+from penstock.server.transports.tcp import MAX_STRANGERS
 from penstock.testing.authority import Authority
 from penstock.testing.broker_process import BrokerProcess
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import penstock
+from penstock.engines.embedded.publisher import marker_topic
 from penstock.engines.engine import Transaction
-from penstock.engines.keyring import marker_topic
 from penstock.model.token import token_of_key
 from penstock.testing.broker_process import BrokerProcess
 from penstock.wire import message as say

@@ -14,9 +14,9 @@ import pytest
 
 import penstock
 from penstock import InvalidInput, PenstockError, Retry
-from penstock.core.catalogue import Route
 from penstock.core.entry import GroupSpec, TopicSpec
-from penstock.engines import request as ask
+from penstock.core.routes import Route
+from penstock.engines import requests as ask
 from penstock.engines.engine import Draft, Subscribe, Transaction
 from penstock.model.event import Identity
 

@@ -16,8 +16,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engines.link_zmq import ZmqLink
-from penstock.engines.outbox import KEEPALIVE_IDLE_S
+from penstock.engines.broker.zeromq import ZmqLink
 from penstock.model.errors import (
     BrokerUnreachable,
     Deferred,
@@ -26,12 +25,14 @@ from penstock.model.errors import (
     PenstockError,
     Rejected,
 )
-from penstock.model.server_settings import Server
-from penstock.model.settings import Settings
-from penstock.server import zeromq, zmq_link, zmq_peers
-from penstock.server.curve import make_keys, public_key
-from penstock.server.link import Link
-from penstock.server.zeromq import ZmqServer
+from penstock.model.settings import Server, Settings
+from penstock.server.transports import zeromq
+from penstock.server.transports import zeromq as zmq_link
+from penstock.server.transports import zeromq_peers as zmq_peers
+from penstock.server.transports.curve import make_keys, public_key
+from penstock.server.transports.link import Link
+from penstock.server.transports.zeromq import ZmqServer
+from penstock.transport.tcp import KEEPALIVE_IDLE_S
 from penstock.wire.frame import ENVELOPE, MAGIC, Bytes, Frame, Kind, Mark
 from penstock.wire.message import Fault, decode
 
@@ -790,6 +791,6 @@ def test_missing_pyzmq_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "zmq", None)
-    monkeypatch.delitem(sys.modules, "penstock.engines.zmq_library")
+    monkeypatch.delitem(sys.modules, "penstock.transport.zeromq")
     with pytest.raises(PenstockError, match=r"pip install 'penstock\[server\]'"):
-        importlib.import_module("penstock.engines.zmq_library")
+        importlib.import_module("penstock.transport.zeromq")

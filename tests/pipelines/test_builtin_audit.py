@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from penstock.core.audit import AuditEntry, Head
-from penstock.core.auditproof import Verdict
-from penstock.log.auditlog import AuditLog
-from penstock.log.auditreader import AuditReader
+from penstock.core.audit import AuditEntry, Head, Verdict
+from penstock.log.audit_log import AuditLog
+from penstock.log.audit_reader import AuditReader
 from penstock.log.disk import RealDisk
 from penstock.model.errors import Corrupted, FormatTooNew, InvalidSettings, NotADataFolder
 from penstock.pipelines.builtin.audit import ParallelReader

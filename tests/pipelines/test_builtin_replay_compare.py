@@ -12,7 +12,7 @@ import pytest
 import penstock
 from penstock.model.errors import Corrupted, InvalidSettings
 from penstock.pipelines.builtin.replay_compare import digest
-from penstock.pipelines.discovery import find
+from penstock.pipelines.pipeline import find
 from penstock.pipelines.run import Route, run_batch
 from penstock.pipelines.testkit import frame, run_on_rows
 from penstock.testing.broker_process import BrokerProcess

@@ -12,8 +12,15 @@ import pytest
 
 from penstock.model.errors import InvalidSettings
 from penstock.pipelines.builtin.evidence import Counts, Mix, Sample
-from penstock.pipelines.builtin.risk_tags import FAULT_HEADER, risk_tags
-from penstock.pipelines.builtin.stock import BAD, LATE, SOURCE_HEADER, TAGS, balance
+from penstock.pipelines.builtin.risk_tags import (
+    BAD,
+    FAULT_HEADER,
+    LATE,
+    SOURCE_HEADER,
+    TAGS,
+    balance,
+    risk_tags,
+)
 from penstock.pipelines.testkit import run_on_rows, stream_on_rows
 
 NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)

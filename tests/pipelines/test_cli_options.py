@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 import penstock
-from penstock.cli import exits
+from penstock.cli import invocation as exits
 from penstock.cli.app import run
-from penstock.model.loader import load
-from penstock.pipelines import discovery
+from penstock.model.settings_loader import load
+from penstock.pipelines import pipeline as discovery
 from penstock.pipelines.lakehouse.warehouse import Warehouse
 from penstock.pipelines.pipeline import registered
 from penstock.server.auth import Doorkeeper

@@ -11,11 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 
 import penstock
-from penstock.cli import exits
+from penstock.cli import invocation as exits
 from penstock.cli.app import run
 from penstock.pipelines import session
 from penstock.pipelines.lakehouse.warehouse import Warehouse, identifier, table_files
-from penstock.pipelines.store import close_stores
+from penstock.pipelines.stores import close_stores
 from penstock.testing.object_store import ObjectStore
 
 OWN = '''

@@ -16,7 +16,7 @@ import pytest
 
 import penstock
 from penstock.pipelines.builtin.evidence import TENANTS, Sample
-from penstock.pipelines.builtin.stock import Balance, take_stock
+from penstock.pipelines.builtin.risk_tags import Balance, take_stock
 from penstock.testing.broker_process import BrokerProcess
 from penstock.testing.spark_cluster import SparkCluster
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import penstock
-from penstock.pipelines.java import find_java
+from penstock.pipelines.session import find_java
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "declarative"
 

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 import penstock
-from penstock.pipelines import discovery
-from penstock.pipelines.event_time import delay, seconds
+from penstock.pipelines import pipeline as discovery
+from penstock.pipelines.rows import delay, seconds
 from penstock.pipelines.run import Route, run_batch, start
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "pipelines"

@@ -12,8 +12,7 @@ import pyarrow as pa
 import pytest
 
 import penstock
-from penstock.model.errors import InvalidInput
-from penstock.model.table_errors import SchemaMismatch
+from penstock.model.errors import InvalidInput, SchemaMismatch
 from penstock.pipelines.lakehouse.iceberg import IcebergTable
 from penstock.pipelines.lakehouse.topics import sync_topics
 from penstock.pipelines.lakehouse.warehouse import Warehouse, table_files

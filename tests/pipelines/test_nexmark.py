@@ -36,9 +36,8 @@ from penstock.pipelines.nexmark.generator import (
     Generator,
 )
 from penstock.pipelines.nexmark.payload import TOPICS, json_payloads, publish
-from penstock.pipelines.nexmark.queries import QUERIES, WATERMARK_MS
+from penstock.pipelines.nexmark.queries import QUERIES, WATERMARK_MS, from_bus
 from penstock.pipelines.nexmark.reference import Reference, difference, same_rows
-from penstock.pipelines.nexmark.tables import from_bus
 
 STREAMED = [name for name, query in QUERIES.items() if query.mode != "batch"]
 HELD_BACK = ("q5", "q7", "q11")

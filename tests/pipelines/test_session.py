@@ -10,16 +10,15 @@ from typing import Any
 import pytest
 
 from penstock.model.errors import PipelineFailed
-from penstock.pipelines.display import watch
 from penstock.pipelines.failure import reading
-from penstock.pipelines.metrics import PipelineMetrics
 from penstock.pipelines.plan import Split
+from penstock.pipelines.progress import PipelineMetrics, watch
 
 STARTED = """
 import os, sys
 from penstock.model.errors import InvalidSettings
 from penstock.pipelines import session as module
-from penstock.pipelines.java import find_java
+from penstock.pipelines.session import find_java
 if sys.argv[1] == "wheel":
     module.find_java = lambda: find_java({})
 spark = module.spark_session(master="local[2]", settings={"spark.app.id": "chosen"})

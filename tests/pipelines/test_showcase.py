@@ -16,7 +16,7 @@ import pytest
 import penstock
 from penstock.cli import showcase
 from penstock.cli.app import run
-from penstock.pipelines.builtin.stock import Balance
+from penstock.pipelines.builtin.risk_tags import Balance
 from penstock.testing.spark_kill import kill_drivers
 
 FIRST_RESULTS = re.compile(r"^results   first after ([\d.]+) s$", re.MULTILINE)

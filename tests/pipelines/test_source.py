@@ -163,8 +163,8 @@ def test_only_the_columns_that_are_asked_for_exist(spark, url) -> None:
 
 def test_columns_nobody_asked_for_are_not_decoded(spark, folder, tmp_path, monkeypatch) -> None:
     from penstock.log.segment_reader import SegmentReader
-    from penstock.pipelines.folder_store import FolderStore
     from penstock.pipelines.plan import Split
+    from penstock.pipelines.stores import FolderStore
 
     asked: set[str] = set()
     real = SegmentReader._some_columns

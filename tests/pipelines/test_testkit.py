@@ -9,8 +9,8 @@ import pytest
 
 from penstock.model.errors import InvalidInput, NotFound
 from penstock.pipelines.columns import EVENT_COLUMNS
-from penstock.pipelines.event_time import timely
 from penstock.pipelines.pipeline import Input, Pipeline
+from penstock.pipelines.rows import timely
 from penstock.pipelines.testkit import frame, run_on_rows, stream_on_rows
 
 

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.log.disk import read_file, write_file
-from penstock.testing.sim_disk import Faults, SimCrash, SimDisk
-from penstock.testing.sim_inode import SECTOR_BYTES
-from penstock.testing.sim_loop import SimClock, SimLoop
+from penstock.testing.simulation.disk import SECTOR_BYTES, Faults, SimCrash, SimDisk
+from penstock.testing.simulation.loop import SimClock, SimLoop
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.testing.sim_disk import SimCrash, SimDisk
-from penstock.testing.sim_loop import (
+from penstock.testing.simulation.disk import SimCrash, SimDisk
+from penstock.testing.simulation.loop import (
     EPOCH_US,
     SimClock,
     SimDeadlock,

@@ -8,8 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core import admission as module
-from penstock.core.admission import ADMITTED, Admission, Decision, Incoming, Refusal, Waiting
-from penstock.core.quota import AdmissionLimits, TenantLimits
+from penstock.core.admission import (
+    ADMITTED,
+    Admission,
+    AdmissionLimits,
+    Decision,
+    Incoming,
+    Refusal,
+    TenantLimits,
+    Waiting,
+)
 from penstock.model.errors import Deferred, Dropped, Rejected, ReplayLimited, Throttled
 
 OFF = AdmissionLimits(

@@ -21,13 +21,14 @@ from penstock.core.audit import (
     Entry,
     Head,
     Signer,
+    Verifier,
     canonical,
     decode_line,
     encode_line,
     select,
     signed_bytes,
+    verify,
 )
-from penstock.core.auditproof import Verifier, verify
 from penstock.model.errors import InvalidInput, InvalidSettings
 
 SIGNER = Signer(bytes(range(32)))

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.audit import AuditEntry, Head
-from penstock.log.auditlog import AuditLog
-from penstock.log.auditreader import AuditReader
+from penstock.log.audit_log import AuditLog
+from penstock.log.audit_reader import AuditReader
 from penstock.log.disk import Bytes, RealDisk, RealFile
 from penstock.model.errors import (
     Corrupted,

@@ -16,7 +16,7 @@ import penstock
 from penstock.cli.invocation import Invocation
 from penstock.cli.token import command
 from penstock.core.entry import TopicSpec
-from penstock.engines import request as requests
+from penstock.engines import requests
 from penstock.engines.engine import Request
 from penstock.model.errors import (
     AccessDenied,
@@ -26,8 +26,8 @@ from penstock.model.errors import (
     NotAuthenticated,
 )
 from penstock.model.event import Identity
-from penstock.model.server_settings import Auth
-from penstock.server.admin_gate import RIGHTS, Gate, require
+from penstock.model.settings import Auth
+from penstock.server.admin.gate import RIGHTS, Gate, require
 from penstock.server.auth import MAX_TOKEN_BYTES, ROLES, Doorkeeper, check_listen, is_loopback
 
 SECRET = "s" * 32

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.model.batch import MAX_BODY_BYTES, EventBatch, check_columns
-from penstock.model.batch_head import HEAD, BatchHead
+from penstock.model.batch import HEAD, MAX_BODY_BYTES, BatchHead, EventBatch, check_columns
 from penstock.model.compressor import compressors
 from penstock.model.errors import (
     DecodeFailed,

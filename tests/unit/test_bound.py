@@ -10,15 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.engines.broker.engine import wish
 from penstock.engines.engine import Subscribe
-from penstock.engines.wish import wish
 from penstock.model.errors import ProtocolViolation
-from penstock.wire import bound
+from penstock.wire import limits as bound
 from penstock.wire import message as say
-from penstock.wire.bound import check_message
-from penstock.wire.census import json_values, protobuf_values, raw_values
+from penstock.wire.encodings import MESSAGES, for_mark, wire
 from penstock.wire.frame import Frame, Kind, Mark
-from penstock.wire.mark import MESSAGES, for_mark, wire
+from penstock.wire.limits import check_message, json_values, protobuf_values, raw_values
 
 MANY = 1 << 30
 

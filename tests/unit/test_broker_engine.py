@@ -11,15 +11,15 @@ import pytest
 import penstock
 from penstock import errors
 from penstock.core.entry import GroupSpec
-from penstock.engines.broker import MAX_TRANSACTIONS, BrokerEngine
-from penstock.engines.channel import Channel
+from penstock.engines.broker.channel import Channel
+from penstock.engines.broker.consumer import SWEEP_LEAST, RemoteDelivery, RemoteQueue
+from penstock.engines.broker.engine import MAX_TRANSACTIONS, BrokerEngine
 from penstock.engines.engine import Draft, Subscribe, Transaction
-from penstock.engines.remote_delivery import SWEEP_LEAST, RemoteDelivery, RemoteQueue
 from penstock.model.batch import EventBatch
-from penstock.model.loader import load
+from penstock.model.settings_loader import load
 from penstock.wire import message as say
-from penstock.wire.bound import MAX_VALUES, check_message
 from penstock.wire.frame import Frame, Kind
+from penstock.wire.limits import MAX_VALUES, check_message
 
 
 class Wire:

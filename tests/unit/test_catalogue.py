@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.core import catalogue as catalogue_module
-from penstock.core.catalogue import FORMAT, MAX_PRIORITY, Route, RouteCatalogue
+from penstock.core import routes as catalogue_module
+from penstock.core.routes import FORMAT, MAX_PRIORITY, Route, RouteCatalogue
 from penstock.model.errors import (
     Corrupted,
     FormatTooNew,

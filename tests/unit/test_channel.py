@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from penstock import errors
-from penstock.engines.channel import Channel
-from penstock.engines.link import check_size
-from penstock.model.loader import load
+from penstock.engines.broker.channel import Channel
+from penstock.engines.broker.tcp import check_size
+from penstock.model.settings_loader import load
 from penstock.wire import message as say
-from penstock.wire.bound import MAX_MESSAGE_BYTES, check_message
 from penstock.wire.frame import MAX_PARTS, Frame, Kind
+from penstock.wire.limits import MAX_MESSAGE_BYTES, check_message
 
 BEFORE = say.Welcome("s", "b1")
 

@@ -10,8 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.model import column as module
-from penstock.model.arrow_values import AFTER_VALUES, ArrowValues
-from penstock.model.column import NO_HEADERS, HeaderColumn, Strings, padding
+from penstock.model.column import (
+    AFTER_VALUES,
+    NO_HEADERS,
+    ArrowValues,
+    HeaderColumn,
+    Strings,
+    padding,
+)
 from penstock.model.errors import InvalidBatch, InvalidHeaders
 
 

@@ -6,10 +6,9 @@ import asyncio
 import threading
 import time
 
-from penstock.core.admission import Admission
-from penstock.core.quota import AdmissionLimits, TenantLimits
-from penstock.server.courtesy import PATIENCE_S, Courtesy
-from penstock.server.rest import Rest
+from penstock.core.admission import Admission, AdmissionLimits, TenantLimits
+from penstock.server.publish import PATIENCE_S, Courtesy
+from penstock.server.transports.tcp import Rest
 
 LIMITS = AdmissionLimits(tenants={"acme": TenantLimits(events_per_s=1_000)})
 

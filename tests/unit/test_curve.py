@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zmq.utils import z85
 
-from penstock.engines.zmq_library import curve_key
 from penstock.model.errors import InvalidSettings
-from penstock.model.server_settings import Server
-from penstock.server.curve import ZAP_ADDRESS, Gate, make_keys, public_key
-from penstock.server.log_quota import LINES_PER_S
+from penstock.model.settings import Server
+from penstock.server.logs import LINES_PER_S
+from penstock.server.transports.curve import ZAP_ADDRESS, Gate, make_keys, public_key
+from penstock.transport.zeromq import curve_key
 
 
 def test_keys_are_pairs() -> None:

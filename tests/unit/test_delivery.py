@@ -8,14 +8,22 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.core.delivery import MAX_LEASE_EVENTS, QueueGroup
+from penstock.core.delivery import (
+    MAX_LEASE_EVENTS,
+    QueueGroup,
+    adopt,
+    ledgers,
+    release,
+    reset,
+    restore,
+    revive,
+    take_back,
+    withdraw,
+)
 from penstock.core.entry import Acked, GroupPut, GroupSpec, LaneSet, Leased, Retried
-from penstock.core.intervention import reset, revive, withdraw
 from penstock.core.lease import OUT, STATES, Lane, Lease
-from penstock.core.ledger import Ledger
 from penstock.core.retry import Retry
-from penstock.core.state import State
-from penstock.core.takeup import adopt, ledgers, release, restore, take_back
+from penstock.core.state import Ledger, State
 from penstock.model.errors import AlreadySettled, Fenced, LeaseExpired
 
 

@@ -7,9 +7,8 @@ import gc
 
 import pytest
 
-from penstock.model.server_settings import FastPath as FastPathSettings
-from penstock.server.detour import Detour
-from penstock.server.fastpath import FastPath
+from penstock.model.settings import FastPath as FastPathSettings
+from penstock.server.fastpath import Detour, FastPath
 
 
 def broken() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from penstock.log.disk import IOV_MAX, Disk, RealDisk, read_file, write_file
 from penstock.log.memory_disk import MemoryDisk
 from penstock.model.errors import FolderLocked
-from penstock.testing.sim_disk import SimDisk
+from penstock.testing.simulation.disk import SimDisk
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from penstock.server import ending
+from penstock.server import broker as ending
 
 
 class Client:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.log.eventlog import EventLog, InJournal, InMemory, InSegment
-from penstock.log.frame import BATCH
-from penstock.log.journal import sealed_batches
+from penstock.log.event_log import EventLog, InJournal, InMemory, InSegment
+from penstock.log.journal import BATCH, sealed_batches
 from penstock.log.manifest import Manifest
-from penstock.log.rewrite import Job, JournalInput
-from penstock.log.sealer import InlineSealer
+from penstock.log.sealing import InlineSealer, Job, JournalInput
 from penstock.model.batch import EventBatch
 from penstock.model.errors import OffsetExpired
 
@@ -89,7 +87,7 @@ async def test_one_read_takes_no_more_from_the_journal_than_fits_the_memory(
     log: EventLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Q7: what is at hand already costs nothing, and comes whole."""
-    monkeypatch.setattr("penstock.log.eventlog.READ_BYTES", 1)
+    monkeypatch.setattr("penstock.log.event_log.READ_BYTES", 1)
     assert payloads(log, 10, 100) == list(range(10, 15))
     assert payloads(log, 17, 100) == list(range(17, 20))
     assert payloads(log, 20, 100) == list(range(20, 30))

@@ -15,7 +15,7 @@ import penstock
 from penstock.model.errors import FormatTooNew, InvalidSettings
 from penstock.pipelines.builtin import risk_rules
 from penstock.pipelines.builtin.evidence import LATE_BY_US, Counts, Mix, Producer, Sample
-from penstock.pipelines.builtin.stock import BAD, SOURCE_HEADER, TAGS, balance, take_stock
+from penstock.pipelines.builtin.risk_tags import BAD, SOURCE_HEADER, TAGS, balance, take_stock
 
 NOW_US = 1_772_000_000_000_000
 

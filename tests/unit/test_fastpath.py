@@ -10,7 +10,7 @@ from queue import Queue
 import pytest
 
 from penstock.model.errors import Deferred
-from penstock.model.server_settings import FastPath as Settings
+from penstock.model.settings import FastPath as Settings
 from penstock.server.fastpath import FastPath
 
 LARGE = 256 << 10

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.log.disk import File
-from penstock.log.frame import (
+from penstock.log.journal import (
     BATCH,
     CONTROL,
     FILE_HEADER,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from penstock.engines.timekeeper import SCHEDULED, Timekeeper
+from penstock.engines.embedded.schedules import SCHEDULED, Timekeeper
 from penstock.model.batch import EventBatch
 from penstock.model.event import Identity
 from penstock.model.settings import Limits
-from penstock.server.inbound import inbound
+from penstock.server.validation import inbound
 from penstock.wire.message import DraftMeta
 
 TOKENS = [bytes([number]) * 16 for number in range(3)]

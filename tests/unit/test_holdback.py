@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.core.holdback import KeyGate, Priorities
 from penstock.core.lease import Lane
+from penstock.core.ordering import KeyGate, Priorities
 
 KEYS = st.lists(st.sampled_from([b"a", b"b", b"c", None]), min_size=1, max_size=30)
 

@@ -9,9 +9,12 @@ import struct
 import msgspec
 import pytest
 
-from penstock.log.frame import BATCH, CONTROL, FILE_HEADER, GROUP, encode_group, frames
 from penstock.log.journal import (
+    BATCH,
+    CONTROL,
+    FILE_HEADER,
     FORMAT,
+    GROUP,
     SLACK_BYTES,
     SPARE,
     WATERMARK,
@@ -20,15 +23,17 @@ from penstock.log.journal import (
     JournalReader,
     Watermark,
     batches_in,
+    encode_group,
     file_bases,
     file_name,
+    frames,
     sealed_batches,
 )
 from penstock.log.memory_disk import MemoryDisk
 from penstock.model.batch import EventBatch
 from penstock.model.errors import Corrupted, DiskFull, WriterFailed
 from penstock.model.settings import Journal as JournalSettings
-from penstock.testing.sim_disk import Faults, SimDisk
+from penstock.testing.simulation.disk import Faults, SimDisk
 
 MIB = 1 << 20
 

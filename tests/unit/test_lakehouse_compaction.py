@@ -14,14 +14,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from penstock.model.errors import InvalidInput, Unsupported
-from penstock.model.table_errors import TableChanged, UnknownTable
+from penstock.model.errors import InvalidInput, TableChanged, UnknownTable, Unsupported
 from penstock.pipelines.lakehouse import compaction
 from penstock.pipelines.lakehouse.compaction import CompactReport, compact
-from penstock.pipelines.lakehouse.evolution import adapt, evolve
 from penstock.pipelines.lakehouse.files import PartitionWriter
 from penstock.pipelines.lakehouse.iceberg import IcebergTable
-from penstock.pipelines.lakehouse.table import Cut
+from penstock.pipelines.lakehouse.table import Cut, adapt, evolve
 from penstock.pipelines.lakehouse.topics import PRESENT_PROPERTY
 from penstock.pipelines.lakehouse.warehouse import Warehouse, table_files
 

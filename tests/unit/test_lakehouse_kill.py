@@ -11,11 +11,11 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from penstock.log import rewrite
+from penstock.log import sealing as rewrite
 from penstock.log.disk import RealDisk
 from penstock.log.manifest import Manifest
 from penstock.log.recovery import check_folder
-from penstock.log.rewrite import Job, JournalInput
+from penstock.log.sealing import Job, JournalInput
 from penstock.log.segment import DAY_US
 from penstock.model.batch import EventBatch
 from penstock.model.settings import Sealing

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 
 from penstock.pipelines.columns import plain
-from penstock.pipelines.lakehouse.maps import TEXTS, text_as_maps
+from penstock.pipelines.lakehouse.files import TEXTS, text_as_maps
 
 
 def test_texts_become_the_maps_they_were() -> None:

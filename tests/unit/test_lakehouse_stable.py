@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 import sqlalchemy
 
-from penstock.pipelines.lakehouse import stable
+from penstock.pipelines.lakehouse import files as stable
 from penstock.pipelines.lakehouse.compaction import compact
 from penstock.pipelines.lakehouse.files import PartitionWriter
 from penstock.pipelines.lakehouse.table import Cut

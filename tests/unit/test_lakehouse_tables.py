@@ -15,23 +15,27 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock.model.errors import (
+    CommitConflict,
     InvalidInput,
     InvalidSettings,
     InvalidTopic,
     MissingExtra,
-    Unsupported,
-)
-from penstock.model.table_errors import (
-    CommitConflict,
     SchemaMismatch,
     UnknownTable,
+    Unsupported,
     WarehouseFailed,
 )
 from penstock.pipelines.lakehouse import files, iceberg
-from penstock.pipelines.lakehouse.evolution import adapt, evolve
 from penstock.pipelines.lakehouse.files import write_rows
-from penstock.pipelines.lakehouse.fit import REJECTED, fit
-from penstock.pipelines.lakehouse.table import Cut, Layout, WrittenFile
+from penstock.pipelines.lakehouse.table import (
+    REJECTED,
+    Cut,
+    Layout,
+    WrittenFile,
+    adapt,
+    evolve,
+    fit,
+)
 from penstock.pipelines.lakehouse.warehouse import Warehouse, table_files
 
 STAMP = pa.timestamp("us", tz="UTC")

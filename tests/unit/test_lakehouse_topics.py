@@ -9,11 +9,11 @@ from typing import Any
 import duckdb
 import pytest
 
-from penstock.log import rewrite
+from penstock.log import sealing as rewrite
 from penstock.log.disk import RealDisk
 from penstock.log.manifest import Manifest
 from penstock.log.recovery import check_folder
-from penstock.log.rewrite import Job, JournalInput
+from penstock.log.sealing import Job, JournalInput
 from penstock.log.segment import DAY_US
 from penstock.model.batch import EventBatch
 from penstock.model.errors import (
@@ -21,11 +21,11 @@ from penstock.model.errors import (
     Corrupted,
     InvalidPattern,
     NotADataFolder,
+    TableChanged,
     Unsupported,
 )
 from penstock.model.settings import Sealing
-from penstock.model.table_errors import TableChanged
-from penstock.pipelines.lakehouse import copies
+from penstock.pipelines.lakehouse import topics as copies
 from penstock.pipelines.lakehouse.iceberg import IcebergTable, data_files
 from penstock.pipelines.lakehouse.topics import PRESENT_PROPERTY, sync_topics
 from penstock.pipelines.lakehouse.warehouse import Warehouse, table_files

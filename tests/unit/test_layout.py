@@ -9,17 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.entry import Acked, TopicPut, TopicSpec, decode_entries
+from penstock.engines.embedded.batching import (
+    MERGE_EVENTS,
+    Layout,
+    Submission,
+    draft_bytes,
+    draft_sizes,
+)
 from penstock.engines.engine import Draft
-from penstock.engines.layout import MERGE_EVENTS, Layout, draft_bytes, draft_sizes
-from penstock.engines.pending import Submission
-from penstock.log.eventlog import EventLog
-from penstock.log.frame import BATCH, CONTROL, GROUP, read_group
-from penstock.log.journal import Commit
+from penstock.log.event_log import EventLog
+from penstock.log.journal import BATCH, CONTROL, GROUP, Commit, read_group
 from penstock.log.manifest import Manifest
-from penstock.log.measure import event_bytes, payload_bytes
 from penstock.log.memory_disk import MemoryDisk
 from penstock.log.snapshot import Fold
-from penstock.model.batch import EventBatch
+from penstock.model.batch import EventBatch, event_bytes, payload_bytes
 from penstock.model.settings import Dedup, Media
 from penstock.model.token import TokenSource
 

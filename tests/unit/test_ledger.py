@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.core.ledger import Ledger
+from penstock.core.state import Ledger
 
 ACTIONS = st.lists(
     st.tuples(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from penstock.server.line import Line
+from penstock.server.publish import Line
 
 
 async def test_each_waits_for_those_before_it_at_its_topics() -> None:

@@ -10,13 +10,13 @@ import pytest
 
 import penstock
 from penstock.core.entry import GroupSpec
+from penstock.engines.broker.consumer import RemoteLog
+from penstock.engines.broker.engine import wish
+from penstock.engines.broker.tcp import check_size
 from penstock.engines.engine import Stretch, Subscribe
-from penstock.engines.link import check_size
-from penstock.engines.remote_log import RemoteLog
-from penstock.engines.wish import wish
 from penstock.model.batch import EventBatch
 from penstock.model.errors import Fenced, InvalidInput
-from penstock.server.inbound import check_subscribe, wanted_by
+from penstock.server.validation import check_subscribe, wanted_by
 from penstock.wire import message as say
 from penstock.wire.frame import Frame, Kind
 

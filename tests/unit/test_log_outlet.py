@@ -12,7 +12,7 @@ from penstock.engines.engine import Handed, Subscribe
 from penstock.model.batch import EventBatch
 from penstock.model.errors import DeliveryError
 from penstock.model.event import Identity
-from penstock.server.outlet import LogOutlet
+from penstock.server.subscriptions import LogOutlet
 
 
 class Reader:

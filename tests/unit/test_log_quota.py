@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from penstock.server.log_quota import LINES_PER_S, LogQuota
+from penstock.server.logs import LINES_PER_S, LogQuota
 
 
 def test_what_is_left_out_is_counted_by_the_next_line(caplog: pytest.LogCaptureFixture) -> None:

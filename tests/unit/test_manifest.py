@@ -8,8 +8,7 @@ import pytest
 
 from penstock.log import manifest as module
 from penstock.log.disk import read_file, write_file
-from penstock.log.manifest import Manifest
-from penstock.log.manifest_log import Change, commit_frame, encode_change
+from penstock.log.manifest import Change, Manifest, commit_frame, encode_change
 from penstock.log.memory_disk import MemoryDisk, MemoryFile
 from penstock.log.segment import Range, SegmentInfo, Span, segment_path
 from penstock.model.errors import Corrupted, FormatTooNew, StorageError, WriterFailed

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from penstock.model.batch import EventBatch
 from penstock.model.errors import InvalidInput, MissingExtra, ProtocolViolation
-from penstock.wire import mark as marking
+from penstock.wire import encodings as marking
 from penstock.wire import message as say
 from penstock.wire import protobuf
+from penstock.wire.encodings import MAX_EVENTS, MESSAGES, for_mark, from_mark, marks
 from penstock.wire.frame import Frame, Kind, Mark
-from penstock.wire.mark import MAX_EVENTS, MESSAGES, for_mark, from_mark, marks
 
 CLIENT_KINDS = [kind for kind in MESSAGES if kind < 0x40]
 OTHER_MARKS = [Mark.JSON, Mark.PROTOBUF]

@@ -8,8 +8,7 @@ import threading
 
 import pytest
 
-from penstock.log.memory_disk import MemoryDisk
-from penstock.log.pages import LAZY_FROM_BYTES, Pages
+from penstock.log.memory_disk import LAZY_FROM_BYTES, MemoryDisk, Pages
 
 MIB = 1 << 20
 

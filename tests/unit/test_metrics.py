@@ -22,18 +22,15 @@ from prometheus_client.parser import text_string_to_metric_families as parse_pla
 from starlette.applications import Starlette
 
 import penstock
-from penstock.core.delivery import QueueGroup
+from penstock.core.admission import AdmissionLimits, TenantLimits
+from penstock.core.delivery import QueueGroup, ledgers
 from penstock.core.entry import GroupSpec
 from penstock.core.lease import OUT, Lane
-from penstock.core.quota import AdmissionLimits, TenantLimits
 from penstock.core.retry import Retry
-from penstock.core.takeup import ledgers
-from penstock.model.server_settings import FastPath as FastPathSettings
+from penstock.model.settings import FastPath as FastPathSettings
 from penstock.server.client_bytes import ClientBytes
 from penstock.server.fastpath import FastPath
-from penstock.server.metrics import Metrics, metrics_routes
-from penstock.server.metrics_catalogue import FAMILIES, reference
-from penstock.server.metrics_counters import (
+from penstock.server.metrics.counters import (
     BOUNDS_S,
     MAX_GROUPS,
     MAX_PAIRS,
@@ -46,14 +43,9 @@ from penstock.server.metrics_counters import (
     duplicates_in,
     quantile_s,
 )
-from penstock.server.metrics_engine import (
-    Retained,
-    appended_us,
-    owed_by,
-    quotas,
-    standings,
-)
-from penstock.server.pressure import Gauge
+from penstock.server.metrics.engine_stats import Retained, appended_us, owed_by, quotas, standings
+from penstock.server.metrics.pressure import Gauge
+from penstock.server.metrics.prometheus import FAMILIES, Metrics, metrics_routes, reference
 
 ROOT = Path(penstock.__file__).resolve().parent.parent
 Values = dict[tuple[str, ...], float]

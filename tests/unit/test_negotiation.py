@@ -8,11 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.model.errors import (
-    Deferred,
-    ProtocolViolation,
-    WrongProtocolVersion,
-)
+from penstock.model.errors import Deferred, ProtocolViolation, WrongProtocolVersion
 from penstock.wire.negotiation import (
     MAX_NEGOTIATION_BYTES,
     Choice,

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.model.errors import ProtocolViolation
-from penstock.wire import oldcommand as old
+from penstock.wire import legacy as old
 
 texts = st.text(max_size=20)
 u16 = st.integers(0, 2**16 - 1)

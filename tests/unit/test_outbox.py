@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.engines.link_tcp import TcpLink
-from penstock.engines.outbox import Outbox
+from penstock.engines.broker.tcp import TcpLink
+from penstock.transport.tcp import Outbox
 from penstock.wire.negotiation import answer, choose, offer
 from penstock.wire.stream import MESSAGE_HEAD
 

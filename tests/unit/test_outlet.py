@@ -11,12 +11,12 @@ import pytest
 from penstock.core.delivery import QueueGroup
 from penstock.core.entry import GroupSpec
 from penstock.core.lease import ACKED, EXPIRED, STATES, Member
+from penstock.engines.embedded.delivery import Inbox, LeasedBatch, Stretch
 from penstock.engines.engine import Subscribe
-from penstock.engines.handle import Inbox, LeasedBatch, Stretch
 from penstock.model.batch import EventBatch
 from penstock.model.errors import Corrupted, PenstockError
 from penstock.model.event import Identity
-from penstock.server.outlet import SWEEP_LEAST, QueueOutlet
+from penstock.server.subscriptions import SWEEP_LEAST, QueueOutlet
 from penstock.wire.frame import Frame, Kind
 from penstock.wire.message import Settlement
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engines.answers import REQUESTS
 from penstock.engines.engine import Subscribe
+from penstock.engines.requests import REQUESTS
 from penstock.model.errors import InvalidInput
 from penstock.model.parameter import (
     checked,

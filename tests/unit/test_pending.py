@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engines.pending import COMPANY_BYTES, Pending
+from penstock.engines.embedded.batching import COMPANY_BYTES, Pending
 
 
 class Job:

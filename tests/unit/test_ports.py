@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from penstock.model.errors import Corrupted, InvalidSettings
-from penstock.model.server_settings import Server
+from penstock.model.settings import Server
 from penstock.server import ports
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from starlette.applications import Starlette
 import penstock
 from penstock.core.entry import GroupSpec
 from penstock.model.errors import DiskFull
-from penstock.server import pressure as module
-from penstock.server.metrics_counters import Counters
-from penstock.server.pressure import (
+from penstock.server.metrics import pressure as module
+from penstock.server.metrics.counters import Counters
+from penstock.server.metrics.pressure import (
     BLAMED,
     PAGE_BURN,
     STEP_S,

@@ -14,10 +14,19 @@ from penstock.core.entry import GroupSpec
 from penstock.core.retry import Retry
 from penstock.engines.ask_reference import reference
 from penstock.model.event import Receipt
-from penstock.server import connection, feeds, link, oldclient, session, storing, tcp_link, zeromq
-from penstock.wire import bound, frame, mark, message, negotiation, oldcommand
+from penstock.server import broker as connection
+from penstock.server import publish as storing
+from penstock.server import session
+from penstock.server import subscriptions as feeds
+from penstock.server.transports import legacy as oldclient
+from penstock.server.transports import link, zeromq
+from penstock.server.transports import tcp as tcp_link
+from penstock.wire import encodings as mark
+from penstock.wire import frame, message, negotiation
+from penstock.wire import legacy as oldcommand
+from penstock.wire import limits as bound
 from penstock.wire.frame import Kind
-from penstock.wire.schema import DeliverEvents, EventItem, Result
+from penstock.wire.protobuf import DeliverEvents, EventItem, Result
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "protocol.md"
 TEXT = PAGE.read_text()

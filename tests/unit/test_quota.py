@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.core.quota import AdmissionLimits, Bucket, TenantLimits, check_limits
+from penstock.core.admission import AdmissionLimits, Bucket, TenantLimits, check_limits
 from penstock.model.errors import InvalidSettings
 
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from penstock.pipelines.readahead import read_ahead
+from penstock.pipelines.source import read_ahead
 
 NAME = "penstock-read-ahead"
 

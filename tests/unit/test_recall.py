@@ -6,10 +6,10 @@ import pytest
 
 from penstock.core.entry import Produced, SessionPut
 from penstock.core.state import REMEMBERED_PUBLISHES, SessionState, State, load_pieces, pieces_of
-from penstock.engines.broker import MAX_TRANSACTIONS
-from penstock.engines.remote_publisher import MAX_UNDER_WAY
+from penstock.engines.broker.engine import MAX_TRANSACTIONS
+from penstock.engines.broker.publisher import MAX_UNDER_WAY
 from penstock.model.errors import ConnectionLost, Deferred
-from penstock.server.recall import Recall
+from penstock.server.publish import Recall
 
 MOST = REMEMBERED_PUBLISHES
 

@@ -18,16 +18,20 @@ from penstock.core.entry import (
     TopicSpec,
     encode_entries,
 )
-from penstock.log.frame import (
+from penstock.log.journal import (
     BATCH,
     CONTROL,
     FILE_HEADER,
     GROUP,
+    SPARE,
+    WATERMARK,
+    FileHeader,
     encode_frame,
     encode_group,
+    file_bases,
+    file_name,
     frames,
 )
-from penstock.log.journal import SPARE, WATERMARK, FileHeader, file_bases, file_name
 from penstock.log.memory_disk import MemoryDisk
 from penstock.log.recovery import Recovery, check_folder, open_for_writing
 from penstock.model.batch import EventBatch

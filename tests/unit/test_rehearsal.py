@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import penstock
-from penstock.cli import traffic as traffic_module
-from penstock.cli.rehearsal import rehearse, run
-from penstock.cli.traffic import Batch, Traffic, read_traffic
-from penstock.core.quota import AdmissionLimits, TenantLimits
+from penstock.cli import quota_simulation as traffic_module
+from penstock.cli.quota_simulation import Batch, Traffic, read_traffic, rehearse, run
+from penstock.core.admission import AdmissionLimits, TenantLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from penstock.core.admission import ADMITTED, Admission
-from penstock.model.loader import load
-from penstock.model.server_settings import Auth
 from penstock.model.settings import Admission as AdmissionSettings
-from penstock.model.settings import Settings
+from penstock.model.settings import Auth, Settings
+from penstock.model.settings_loader import load
 from penstock.server import reload
 from penstock.server.reload import Reloader, broker_settings, changes, limits_of
 

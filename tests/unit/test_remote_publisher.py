@@ -12,12 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import errors
-from penstock.core.respite import LATELY_S
-from penstock.engines.channel import Channel
-from penstock.engines.engine import Draft
-from penstock.engines.layout import MERGE_EVENTS
-from penstock.engines.remote_publisher import (
+from penstock.engines.broker.channel import Channel
+from penstock.engines.broker.publisher import (
     GATHER_S,
+    LATELY_S,
     MAX_UNDER_WAY,
     MESSAGE_BYTES,
     PART_BYTES,
@@ -25,10 +23,12 @@ from penstock.engines.remote_publisher import (
     bundled,
     described,
 )
+from penstock.engines.embedded.batching import MERGE_EVENTS
+from penstock.engines.engine import Draft
 from penstock.model.event import Identity, Receipt
-from penstock.model.loader import load
 from penstock.model.settings import Limits
-from penstock.server.inbound import inbound
+from penstock.model.settings_loader import load
+from penstock.server.validation import inbound
 from penstock.wire import message as say
 from penstock.wire.frame import MAX_PARTS, Frame, Kind
 

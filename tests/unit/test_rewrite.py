@@ -10,11 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.log import rewrite
+from penstock.log import sealing as rewrite
 from penstock.log.manifest import Manifest
 from penstock.log.memory_disk import MemoryDisk
-from penstock.log.merge import MIN_NEIGHBOURS, plan_fold, plan_merge, plan_neighbours
-from penstock.log.rewrite import Job, JournalInput
+from penstock.log.sealing import (
+    MIN_NEIGHBOURS,
+    Job,
+    JournalInput,
+    plan_fold,
+    plan_merge,
+    plan_neighbours,
+)
 from penstock.log.segment import DAY_US, Range, SegmentInfo, segment_path
 from penstock.log.segment_reader import SegmentReader, verify_content
 from penstock.model.batch import EventBatch

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from penstock.engines import room
+from penstock.transport import tcp as room
 
 MIB = 1 << 20
 DEADLINE_S = 20.0

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.engines.runtime import Worker
+from penstock.engines.embedded.runtime import Worker
 
 
 @pytest.fixture

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.log import sealer as module
+from penstock.log import sealing as module
 from penstock.log.disk import RealDisk
 from penstock.log.memory_disk import MemoryDisk
-from penstock.log.rewrite import Job, JournalInput, packed
-from penstock.log.sealer import InlineSealer, SealerProcess
+from penstock.log.sealing import InlineSealer, Job, JournalInput, SealerProcess, packed
 from penstock.log.segment_reader import SegmentReader
 from penstock.model.batch import EventBatch
 from penstock.model.errors import Corrupted, StorageError
@@ -25,7 +24,7 @@ from penstock.model.settings import Sealing
 
 READER = """
 import errno, os, time
-from penstock.log.rewrite import packed
+from penstock.log.sealing import packed
 from penstock.model.batch import EventBatch
 from penstock.model.errors import Corrupted
 
@@ -117,7 +116,7 @@ def test_the_process_dies_with_its_parent(tmp_path):
         sys.path.insert(0, {str(tmp_path)!r})
         from test_job import job
         from penstock.log.disk import RealDisk
-        from penstock.log.sealer import SealerProcess
+        from penstock.log.sealing import SealerProcess
 
         async def main():
             sealer = SealerProcess(RealDisk({str(tmp_path / "data")!r}), reader="stand_in:batches")
@@ -129,7 +128,7 @@ def test_the_process_dies_with_its_parent(tmp_path):
         """
     )
     (tmp_path / "test_job.py").write_text(
-        "from penstock.log.rewrite import Job, JournalInput\nfrom penstock.model.settings import Sealing\n"
+        "from penstock.log.sealing import Job, JournalInput\nfrom penstock.model.settings import Sealing\n"
         "def job(base):\n    return Job(first_id=1, settings=Sealing(), journal=[JournalInput(base, 10)])\n"
     )
     parent = subprocess.Popen(

@@ -11,15 +11,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.log.content import content_of
 from penstock.log.disk import read_file
-from penstock.log.gather import gather, gather_groups
-from penstock.log.measure import event_bytes
 from penstock.log.memory_disk import MemoryDisk
-from penstock.log.segment import DAY_US, SegmentInfo, chunk_of, write_segment
+from penstock.log.segment import (
+    DAY_US,
+    SegmentInfo,
+    chunk_of,
+    content_of,
+    gather,
+    gather_groups,
+    write_segment,
+)
 from penstock.log.segment_reader import GroupCache, SegmentReader, verify_content, verify_segment
 from penstock.model.arrow import to_arrow
-from penstock.model.batch import EventBatch
+from penstock.model.batch import EventBatch, event_bytes
 from penstock.model.errors import Corrupted
 
 BIG = 1 << 40
@@ -159,7 +164,7 @@ def test_gather_joins_what_to_arrow_makes_of_each():
 
 
 def test_a_large_event_gets_a_row_group_of_its_own(monkeypatch):
-    monkeypatch.setattr("penstock.log.gather.GROUP_MAX_BYTES", 1_000)
+    monkeypatch.setattr("penstock.log.segment.GROUP_MAX_BYTES", 1_000)
     groups = list(gather_groups(sized(batch(payloads=[b"a", b"b" * 5_000, b"c", b"d"])), 100))
     assert [group.num_rows for group in groups] == [1, 1, 2]
 

@@ -12,13 +12,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.model.consistency import conflicts
 from penstock.model.errors import InvalidSettings
-from penstock.model.loader import MAX_FILE_BYTES, check, load, unknown
-from penstock.model.quantity import parse, show, unit_of
-from penstock.model.reference import reference
-from penstock.model.setting import GIB, MIB, field_types
-from penstock.model.settings import Admission, Delivery, Durability, Sealing, Settings, TenantLimits
+from penstock.model.parameter import parse, show, unit_of
+from penstock.model.settings import (
+    GIB,
+    MIB,
+    Admission,
+    Delivery,
+    Durability,
+    Sealing,
+    Settings,
+    TenantLimits,
+    field_types,
+)
+from penstock.model.settings_loader import (
+    MAX_FILE_BYTES,
+    check,
+    conflicts,
+    load,
+    reference,
+    unknown,
+)
 
 ROOT = Path(__file__).parents[2]
 GROUPS = {**field_types(Settings), "tenant": TenantLimits}
@@ -401,5 +415,5 @@ def test_units_come_from_names() -> None:
 
 
 def test_the_reference_page_is_what_the_settings_print() -> None:
-    """Print it anew: python -c "from penstock.model.reference import reference; print(reference(), end='')"."""
+    """Print it anew: python -c "from penstock.model.settings_loader import reference; print(reference(), end='')"."""
     assert (ROOT / "docs/reference/settings.md").read_text() == reference()

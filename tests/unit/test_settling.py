@@ -13,7 +13,7 @@ pytest.importorskip("pyspark")
 
 SETTLED = """
 import gc
-from penstock.pipelines.settling import settle
+from penstock.pipelines.session import settle
 settle()
 first = gc.get_freeze_count()
 more = [[] for _ in range(1_000)]

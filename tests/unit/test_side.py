@@ -8,7 +8,7 @@ import pytest
 
 from penstock.log.disk import UNFINISHED, read_file, write_file
 from penstock.log.memory_disk import MemoryDisk
-from penstock.log.side import FOLDER, PIECE_BYTES, attach, put_aside, side_path
+from penstock.log.side_files import FOLDER, PIECE_BYTES, attach, put_aside, side_path
 from penstock.model.batch import EventBatch
 from penstock.model.errors import Corrupted
 

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from penstock.model.errors import Deferred, Dropped, Rejected, Throttled
-from penstock.pipelines import outgoing
+from penstock.pipelines import sink as outgoing
 
 ROWS = pa.record_batch({"topic": ["a", "a"], "payload": [b"1", b"2"]})
 

@@ -21,7 +21,7 @@ from penstock.core.entry import (
 )
 from penstock.core.state import pieces_of
 from penstock.log.disk import read_file
-from penstock.log.frame import BATCH, CONTROL, GROUP, Frame, encode_group
+from penstock.log.journal import BATCH, CONTROL, GROUP, Frame, encode_group
 from penstock.log.memory_disk import MemoryDisk
 from penstock.log.snapshot import FOLDER, KEPT, PARTITION_SHIFT, Fold, snapshot_path
 from penstock.model.batch import EventBatch

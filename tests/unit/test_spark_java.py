@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from penstock.model.errors import UnfitEnvironment
-from penstock.pipelines import java as module
-from penstock.pipelines.java import Java, find_java, java_home
+from penstock.pipelines import session as module
+from penstock.pipelines.session import Java, find_java, java_home
 
 ALL = "java.base jdk.incubator.vector"
 

@@ -12,8 +12,7 @@ import pytest
 
 import penstock
 from penstock.model.errors import InvalidSettings
-from penstock.pipelines.metrics import FAMILIES, PipelineMetrics, serve_metrics
-from penstock.pipelines.progress import Meter
+from penstock.pipelines.progress import FAMILIES, Meter, PipelineMetrics, serve_metrics
 
 PAGE = Path(penstock.__file__).resolve().parent.parent / "docs" / "guide" / "spark.md"
 

@@ -13,10 +13,10 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable
 from pyspark.sql.types import LongType, StructField, StructType
 
 import penstock
-from penstock.log.auditseal import IDENTITY_DIGITS, read_identity
+from penstock.log.audit_reader import IDENTITY_DIGITS, read_identity
 from penstock.log.disk import RealDisk
 from penstock.model.errors import InvalidInput
-from penstock.pipelines.notice import passed_on
+from penstock.pipelines.failure import passed_on
 from penstock.pipelines.options import offsets_of, sink_options, source_options
 from penstock.pipelines.plan import Place, ahead, splits
 from penstock.pipelines.source import StreamReader

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from penstock.model.errors import PipelineFailed
-from penstock.pipelines import display
+from penstock.pipelines import progress as display
 from penstock.pipelines.progress import Meter, lag, summary
 
 END = {"penstock": 1, "topics": {"orders": {"0": 400}}, "newest_us": 0, "began": {}}

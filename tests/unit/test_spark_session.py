@@ -12,15 +12,21 @@ from typing import Any
 
 import pytest
 
-from penstock.cli import exits
+from penstock.cli import invocation as exits
 from penstock.cli.app import run
 from penstock.model.errors import InvalidSettings, MissingExtra, UnfitEnvironment
-from penstock.pipelines import session, shipment
-from penstock.pipelines.gateway import launch
-from penstock.pipelines.java import Java
-from penstock.pipelines.pushdown import PUSHDOWN
-from penstock.pipelines.requirement import REQUIREMENTS, check_requirements
-from penstock.pipelines.session import default_settings, spark_session, threads_of
+from penstock.pipelines import session
+from penstock.pipelines import session as shipment
+from penstock.pipelines.plan import PUSHDOWN
+from penstock.pipelines.session import (
+    REQUIREMENTS,
+    Java,
+    check_requirements,
+    default_settings,
+    launch,
+    spark_session,
+    threads_of,
+)
 
 GOOD = {"pyspark": "4.3.0", "pandas": "2.3.3", "pyarrow": "26.0.1", "protobuf": "7.36.2"}
 

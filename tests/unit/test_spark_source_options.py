@@ -15,12 +15,7 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable
 from pyspark.sql.types import LongType, StructField, StructType
 
 import penstock
-from penstock.model.errors import (
-    InvalidInput,
-    NotADataFolder,
-    PenstockError,
-    UnknownTopic,
-)
+from penstock.model.errors import InvalidInput, NotADataFolder, PenstockError, UnknownTopic
 from penstock.pipelines.plan import Place
 from penstock.pipelines.source import PenstockSource
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from penstock.core.timers import COMPACT_MIN, Timers
+from penstock.core.schedule import COMPACT_MIN, Timers
 
 
 def test_equal_times_come_in_the_order_they_were_set() -> None:

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.cli import trend
-from penstock.cli.checkup import Check
-from penstock.cli.trend import config_hashes, entry_of, export, read_bundle
+from penstock.cli import doctor as trend
+from penstock.cli.checks import Check
+from penstock.cli.doctor import config_hashes, entry_of, export, read_bundle
 from penstock.model.errors import Corrupted
-from penstock.model.server_settings import Auth
-from penstock.model.settings import Delivery, Settings
+from penstock.model.settings import Auth, Delivery, Settings
 
 if TYPE_CHECKING:
     from pathlib import Path

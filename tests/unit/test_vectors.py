@@ -14,12 +14,13 @@ import pytest
 from penstock.model.batch import EventBatch
 from penstock.model.errors import PenstockError, ProtocolViolation
 from penstock.model.settings import Settings
-from penstock.server.fanout import Fanout
+from penstock.server.transports.fanout import Fanout
+from penstock.wire import legacy as oldcommand
 from penstock.wire import message as say
-from penstock.wire import negotiation, oldcommand
+from penstock.wire import negotiation
+from penstock.wire.encodings import MESSAGES, for_mark, from_mark, marks, wire
 from penstock.wire.frame import Frame, Kind, Mark
-from penstock.wire.mark import MESSAGES, for_mark, from_mark, marks, wire
-from penstock.wire.schema import Result, proto_text
+from penstock.wire.protobuf import Result, proto_text
 from penstock.wire.stream import COMPRESSORS, StreamReader, decode_frame, encode_frame
 
 VECTORS = Path(__file__).resolve().parents[1] / "vectors"
@@ -219,7 +220,7 @@ def test_every_old_command_has_a_vector() -> None:
 
 
 def test_the_proto_file_is_up_to_date() -> None:
-    """Print it anew with penstock.wire.schema.proto_text when a message has learned a field."""
+    """Print it anew with penstock.wire.protobuf.proto_text when a message has learned a field."""
     assert (DOCS / "penstock.proto").read_text() == proto_text(wire().schema)
 
 

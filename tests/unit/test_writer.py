@@ -14,13 +14,21 @@ from typing import Any
 import pytest
 
 import penstock
-from penstock.engines import aio_sync, runtime, uring_sync, writer
-from penstock.engines.aio_sync import AioSync
+from penstock.engines.embedded import runtime
+from penstock.engines.embedded import runtime as aio_sync
+from penstock.engines.embedded import runtime as uring_sync
+from penstock.engines.embedded import runtime as writer
+from penstock.engines.embedded.runtime import (
+    AT_ONCE,
+    SLOW_WRITES,
+    STALLED_WRITES,
+    AioSync,
+    Haste,
+    KernelSync,
+    Runtime,
+    UringSync,
+)
 from penstock.engines.engine import Draft
-from penstock.engines.kernel_sync import AT_ONCE, KernelSync
-from penstock.engines.runtime import Runtime
-from penstock.engines.uring_sync import UringSync
-from penstock.engines.writer import SLOW_WRITES, STALLED_WRITES, Haste
 from penstock.log.disk import RealDisk
 from penstock.log.journal import Journal, Watermark
 from penstock.model.errors import WriterFailed

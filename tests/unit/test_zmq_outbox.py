@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from penstock.engines import zmq_outbox
-from penstock.engines.zmq_outbox import MARK_BYTES, WINDOW_BYTES, ZmqOutbox
+from penstock.transport import zeromq as zmq_outbox
+from penstock.transport.zeromq import MARK_BYTES, WINDOW_BYTES, ZmqOutbox
 
 
 @pytest.fixture

@@ -21,11 +21,11 @@ from penstock.bench.cases.broker_queue import expect_acked
 from penstock.bench.cases.workload import expect, together
 from penstock.bench.client_process import all_of, start_soon, until
 from penstock.bench.measure import Meter
-from penstock.engines.channel import Channel
-from penstock.engines.link_tcp import TcpLink
+from penstock.engines.broker.channel import Channel
+from penstock.engines.broker.tcp import TcpLink
 from penstock.model.batch import EventBatch
 from penstock.model.errors import Deferred
-from penstock.model.server_settings import Client
+from penstock.model.settings import Client
 from penstock.wire.frame import Frame, Kind
 from penstock.wire.message import Deliver, Hello, Settlement, decode
 

@@ -22,7 +22,7 @@ from penstock.bench.cases.workload import expect
 from penstock.bench.client_process import ClientProcess, all_of, start_soon
 from penstock.bench.measure import Sample, percentile
 from penstock.model.errors import PenstockError
-from penstock.model.setting import MIB
+from penstock.model.settings import MIB
 
 if TYPE_CHECKING:
     from penstock.bench.case import Window

@@ -22,7 +22,7 @@ from penstock.bench.cases.workload import expect, together
 from penstock.bench.client_process import all_of, start_soon, until
 from penstock.bench.measure import Meter, Sample
 from penstock.bench.peers import make_peer
-from penstock.model.setting import MIB
+from penstock.model.settings import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -17,7 +17,7 @@ from penstock.bench.cases.broker_queue import expect_acked
 from penstock.bench.cases.workload import expect
 from penstock.bench.client_process import all_of
 from penstock.bench.measure import Sample
-from penstock.model.setting import KIB
+from penstock.model.settings import KIB
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

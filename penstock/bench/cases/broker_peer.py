@@ -20,8 +20,7 @@ from penstock.bench.cases.workload import JOURNAL_FILE_BYTES, PRODUCERS, stored,
 from penstock.bench.client_process import all_of, clean_environment
 from penstock.model.errors import PenstockError
 from penstock.model.event import Identity
-from penstock.model.server_settings import Client
-from penstock.model.settings import Settings
+from penstock.model.settings import Client, Settings
 from penstock.testing.server_process import POLL_S, START_TIMEOUT_S, Server
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from penstock.bench.cases.workload import (
     stored,
     together,
 )
-from penstock.model.setting import MIB
-from penstock.model.settings import Journal, Sealing, Settings
+from penstock.model.settings import MIB, Journal, Sealing, Settings
 
 if TYPE_CHECKING:
     from penstock.bench.case import Window

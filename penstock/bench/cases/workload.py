@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import penstock
 from penstock.bus.bus import Bus
-from penstock.engines.embedded import EmbeddedEngine
+from penstock.engines.embedded.engine import EmbeddedEngine
 from penstock.model.errors import PenstockError
-from penstock.model.setting import MIB
-from penstock.model.settings import Journal, Settings
+from penstock.model.settings import MIB, Journal, Settings
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine

@@ -12,7 +12,7 @@ from penstock.bench.spark.case import Side
 from penstock.bench.spark.stage import Stage, timed
 from penstock.model.errors import PenstockError
 from penstock.pipelines.builtin.replay_compare import SETTLED_S
-from penstock.pipelines.discovery import find
+from penstock.pipelines.pipeline import find
 from penstock.pipelines.run import Route, run_batch
 
 

@@ -13,8 +13,8 @@ from penstock.bench.spark import reading, replaying, writing
 from penstock.bench.spark.case import SparkCase, spark_result
 from penstock.bench.spark.stage import Stage
 from penstock.model.errors import InvalidInput, NotFound
-from penstock.model.nearest import did_you_mean
-from penstock.pipelines.requirement import check_requirements
+from penstock.model.registry import did_you_mean
+from penstock.pipelines.session import check_requirements
 
 if TYPE_CHECKING:
     from rich.table import Table

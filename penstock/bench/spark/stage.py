@@ -17,8 +17,7 @@ import penstock
 from penstock.bench.cases.workload import sealed
 from penstock.bench.measure import Meter, Sample
 from penstock.bench.progress import Progress
-from penstock.model.setting import MIB
-from penstock.model.settings import Journal, Settings
+from penstock.model.settings import MIB, Journal, Settings
 from penstock.pipelines.session import spark_session
 
 if TYPE_CHECKING:

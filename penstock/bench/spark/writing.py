@@ -15,10 +15,9 @@ from penstock.bench.spark.case import Side
 from penstock.bench.spark.reading import PARQUET
 from penstock.bench.spark.stage import Stage, timed
 from penstock.pipelines.builtin.topic_to_table import TABLE
-from penstock.pipelines.discovery import find
 from penstock.pipelines.lakehouse.topics import sync_topics
 from penstock.pipelines.lakehouse.warehouse import Warehouse
-from penstock.pipelines.pipeline import Input, Pipeline
+from penstock.pipelines.pipeline import Input, Pipeline, find
 from penstock.pipelines.run import Route, start
 from penstock.testing.broker_process import BrokerProcess
 

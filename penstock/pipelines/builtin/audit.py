@@ -1,4 +1,9 @@
-"""Audit verification at scale: every file of the chain checked by a task, the pieces joined.
+"""One file of the audit chain, walked by itself: where it begins, where it ends, what is wrong.
+
+This is the one place that knows the inside of a Verifier: it puts one down in the middle of a chain
+and takes over what another found.
+
+Audit verification at scale: every file of the chain checked by a task, the pieces joined.
 
 A file's header says what went before it. A task takes that on trust, walks the file from there and
 reports where it began and where it ended; the driver accepts the piece when it begins exactly where
@@ -8,6 +13,7 @@ that the verdict is the one that `penstock audit verify` gives, word for word.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,20 +21,208 @@ from typing import TYPE_CHECKING
 import msgspec
 import pyarrow as pa
 
-from penstock.core.audit import Head, decode_line
-from penstock.log.auditreader import AuditReader
-from penstock.log.auditseal import FOLDER, refuse_newer
+from penstock.core.audit import (
+    GENESIS,
+    AuditRecord,
+    Break,
+    FileHeader,
+    Head,
+    Verifier,
+    decode_line,
+    is_intact,
+)
+from penstock.log.audit_reader import FOLDER, AuditReader, refuse_newer
 from penstock.log.disk import RealDisk, read_file
 from penstock.log.segment import FOLDER as SEGMENTS
-from penstock.model.errors import Corrupted, InvalidSettings, NotADataFolder
-from penstock.pipelines.builtin import audit_walk
-from penstock.pipelines.builtin.audit_walk import Chain, Piece
+from penstock.model.errors import Corrupted, FormatTooNew, InvalidSettings, NotADataFolder
 from penstock.pipelines.pipeline import pipeline
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pyspark.sql import DataFrame, SparkSession
 
-    from penstock.core.auditproof import Verdict, Verifier
+    from penstock.core.audit import Verdict, Verifier
+    from penstock.log.disk import Disk
+
+# -- audit_walk -----------------------------------------------------------------------------------
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a walk stands: all that the next file's header must agree with."""
+
+    sequence: int = 0
+    hash: str = GENESIS
+    checkpoint: int = 0
+    signed: bool = False
+    """Whether there was a checkpoint before."""
+    ref: tuple[int, int] = (0, 0)
+    file_first: int = 0
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """What the walk of one file found, begun at a place that its header claims."""
+
+    begin: Place | None
+    """None: the file says of no place that it follows it."""
+    end: Place = Place()
+    key: str | None = None
+    """The key of its checkpoints, where none was given."""
+    lines: int = 0
+    records: int = 0
+    checkpoints: int = 0
+    broken: Break | None = None
+    missing: int = 0
+    """A record that a later file may hold: then it was moved, not removed."""
+    newer: bool = False
+    """The file is of a format to come."""
+
+
+class Chain(msgspec.Struct, frozen=True):
+    """What every task must know."""
+
+    root: str
+    files: list[str]
+    key: str | None
+    heads: list[Head]
+
+
+def place_of(verifier: Verifier) -> Place:
+    """Where a verifier stands."""
+    return Place(
+        verifier._sequence,
+        verifier._hash,
+        verifier._checkpoint,
+        bool(verifier._checkpoints),
+        verifier._ref,
+        verifier._file_first,
+    )
+
+
+def put_down(verifier: Verifier, place: Place, file: str | None) -> None:
+    """Let a verifier go on from a place, behind a file."""
+    verifier._sequence, verifier._hash = place.sequence, place.hash
+    verifier._checkpoint, verifier._ref = place.checkpoint, place.ref
+    verifier._file, verifier._file_first = file, place.file_first
+
+
+def follows(verifier: Verifier, piece: Piece) -> bool:
+    """Whether a piece begins exactly where the verifier stands."""
+    known = verifier._key
+    same_key = known is None or piece.key is None or piece.key == known
+    return piece.begin is not None and same_key and piece.begin == place_of(verifier)
+
+
+def accept(verifier: Verifier, piece: Piece, file: str) -> None:
+    """Take over what the walk of a file found."""
+    put_down(verifier, piece.end, file)
+    verifier._records += piece.records
+    verifier._checkpoints += piece.checkpoints
+    verifier._key = verifier._key or piece.key
+    verifier._broken, verifier._missing = piece.broken, piece.missing
+
+
+def broken_in(verifier: Verifier) -> bool:
+    """Whether something did not fit so far."""
+    return verifier._broken is not None
+
+
+def missing_in(verifier: Verifier) -> int:
+    """The record that would turn a removal into a move; 0 when there is none."""
+    return verifier._missing
+
+
+def heads_of(verifier: Verifier) -> list[Head]:
+    """The places that a verifier expects the chain to pass through."""
+    return [head for heads in verifier._expect.values() for head in heads]
+
+
+def key_of(verifier: Verifier) -> str | None:
+    """The key that a verifier was given."""
+    return verifier._key
+
+
+def lines_of(disk: Disk, path: str, *, newest: bool) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file; a live writer may not have ended the last one of the newest file."""
+    for number, raw in enumerate(io.BytesIO(read_file(disk, path)), 1):
+        if raw.endswith(b"\n") or not newest:
+            yield number, raw
+
+
+def feed_file(verifier: Verifier, disk: Disk, path: str, *, newest: bool) -> int:
+    """Walk one file; how many lines it has."""
+    count = 0
+    for number, raw in lines_of(disk, path, newest=newest):
+        count = number
+        if number == 1:
+            refuse_newer(path, raw)
+        try:
+            entry = decode_line(raw)
+        except ValueError as error:
+            verifier.fail("changed", f"the line cannot be read: {error}", file=path, line=number)
+        else:
+            verifier.feed(entry, file=path, line=number)
+    return count
+
+
+def walk_file(chain: Chain, index: int) -> Piece:
+    """Walk one file of a chain from where its header claims to begin."""
+    disk, path = RealDisk(chain.root), chain.files[index]
+    newest = index == len(chain.files) - 1
+    begin = Place() if index == 0 else _claimed(disk, path, newest=newest)
+    if begin is None:
+        return Piece(None)
+    verifier = Verifier(public_key=chain.key)
+    for head in chain.heads:
+        verifier.expect(head)
+    put_down(verifier, begin, chain.files[index - 1] if index else None)
+    verifier._checkpoints = int(begin.signed)
+    try:
+        lines = feed_file(verifier, disk, path, newest=newest)
+    except FormatTooNew:
+        return Piece(None, newer=True)
+    return Piece(
+        begin=begin,
+        end=place_of(verifier),
+        key=verifier._key,
+        lines=lines,
+        records=verifier._records,
+        checkpoints=verifier._checkpoints - int(begin.signed),
+        broken=verifier._broken,
+        missing=verifier._missing,
+    )
+
+
+def _claimed(disk: Disk, path: str, *, newest: bool) -> Place | None:
+    """Where a file's header says that it begins: the writer signs before it begins a file."""
+    for _, raw in lines_of(disk, path, newest=newest):
+        try:
+            header = decode_line(raw)
+        except ValueError:
+            return None
+        if not isinstance(header, FileHeader):
+            return None
+        before = header.first_sequence - 1
+        ref = (header.last_ref, header.last_ref_count)
+        return Place(before, header.prev_hash, before, True, ref, header.previous_file)
+    return None
+
+
+def find_record(chain: Chain, index: int, sequence: int) -> bytes | None:
+    """The line of an intact record in a file, if it is there."""
+    newest = index == len(chain.files) - 1
+    for _, raw in lines_of(RealDisk(chain.root), chain.files[index], newest=newest):
+        try:
+            entry = decode_line(raw)
+        except ValueError:
+            continue
+        if isinstance(entry, AuditRecord) and entry.sequence == sequence and is_intact(entry):
+            return raw
+    return None
+
+
+# -- audit ----------------------------------------------------------------------------------------
+
 
 TASKS_PER_CORE = (
     4  # files differ in length; with several tasks each, no core waits long for another
@@ -85,42 +279,40 @@ class ParallelReader(AuditReader):
         self._spark = spark
 
     def _feed(self, verifier: Verifier) -> None:
-        chain = Chain(
-            self._root, self.files(), audit_walk.key_of(verifier), audit_walk.heads_of(verifier)
-        )
+        chain = Chain(self._root, self.files(), key_of(verifier), heads_of(verifier))
         pieces = self._walk(chain)
         for path, piece in zip(chain.files, pieces, strict=True):
             if piece.newer:
                 refuse_newer(path, read_file(self._disk, path).partition(b"\n")[0])
         empty = []
         for index, (path, piece) in enumerate(zip(chain.files, pieces, strict=True)):
-            if audit_walk.broken_in(verifier):
+            if broken_in(verifier):
                 self._look_for_moved(verifier, chain, index)
                 break
-            if audit_walk.follows(verifier, piece) and piece.lines:
-                audit_walk.accept(verifier, piece, path)
+            if follows(verifier, piece) and piece.lines:
+                accept(verifier, piece, path)
             else:
                 newest = path == chain.files[-1]
-                if not audit_walk.feed_file(verifier, self._disk, path, newest=newest):
+                if not feed_file(verifier, self._disk, path, newest=newest):
                     empty.append(path)
         for path in empty:
             verifier.fail("removed", "the file is empty", file=path)
 
     def _walk(self, chain: Chain) -> list[Piece]:
         def work(index: int) -> bytes:
-            return msgspec.msgpack.encode(audit_walk.walk_file(chain, index))
+            return msgspec.msgpack.encode(walk_file(chain, index))
 
         found = self._in_parallel(range(len(chain.files)), work)
         return [msgspec.msgpack.decode(found[index], type=Piece) for index in sorted(found)]
 
     def _look_for_moved(self, verifier: Verifier, chain: Chain, first: int) -> None:
         """A missing record that stands in a later file was moved."""
-        sequence = audit_walk.missing_in(verifier)
+        sequence = missing_in(verifier)
         if not sequence:
             return
 
         def work(index: int) -> bytes:
-            return audit_walk.find_record(chain, index, sequence) or b""
+            return find_record(chain, index, sequence) or b""
 
         lines = self._in_parallel(range(first, len(chain.files)), work)
         for index in sorted(lines):

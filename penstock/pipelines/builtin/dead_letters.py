@@ -15,8 +15,8 @@ from pyspark.sql import functions as sql
 from penstock.bus.sync import connect_sync
 from penstock.model.arrow import TIME
 from penstock.model.errors import InvalidSettings
-from penstock.pipelines.connection import credentials, is_broker
 from penstock.pipelines.pipeline import pipeline
+from penstock.pipelines.stores import credentials, is_broker
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from penstock.model.errors import FormatTooNew, InvalidSettings
-from penstock.model.nearest import did_you_mean
+from penstock.model.registry import did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Callable

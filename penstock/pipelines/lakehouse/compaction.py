@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pyarrow as pa
 
-from penstock.model.errors import InvalidInput, Unsupported
-from penstock.model.setting import MIB
-from penstock.model.table_errors import TableChanged
-from penstock.pipelines.failpoint import failpoint
+from penstock.model.errors import InvalidInput, TableChanged, Unsupported
+from penstock.model.settings import MIB
+from penstock.pipelines.failure import failpoint
 from penstock.pipelines.lakehouse.delta import DeltaLakeTable
-from penstock.pipelines.lakehouse.files import PartitionWriter
+from penstock.pipelines.lakehouse.files import PartitionWriter, remove_old, sync
 from penstock.pipelines.lakehouse.iceberg import (
     IcebergTable,
     columns_of,
@@ -29,8 +28,6 @@ from penstock.pipelines.lakehouse.iceberg import (
     data_file,
     data_files,
 )
-from penstock.pipelines.lakehouse.removal import remove_old
-from penstock.pipelines.lakehouse.stable import sync
 from penstock.pipelines.lakehouse.table import Layout, WrittenFile, total_rows
 from penstock.pipelines.lakehouse.topics import PRESENT_PROPERTY
 

@@ -12,16 +12,10 @@ from urllib.parse import quote, unquote
 import numpy as np
 import pyarrow as pa
 
-from penstock.model.table_errors import CommitConflict, SchemaMismatch
-from penstock.pipelines.failpoint import failpoint
-from penstock.pipelines.lakehouse.iceberg import (
-    COMMIT_TRIES,
-    FIRST_WAIT_S,
-    LONGEST_WAIT_S,
-    plain,
-)
-from penstock.pipelines.lakehouse.removal import remove_others
-from penstock.pipelines.lakehouse.stable import sync
+from penstock.model.errors import CommitConflict, SchemaMismatch
+from penstock.pipelines.failure import failpoint
+from penstock.pipelines.lakehouse.files import remove_others, sync
+from penstock.pipelines.lakehouse.iceberg import COMMIT_TRIES, FIRST_WAIT_S, LONGEST_WAIT_S, plain
 from penstock.pipelines.lakehouse.table import (
     BATCH_PROPERTY,
     QUERY_PROPERTY,

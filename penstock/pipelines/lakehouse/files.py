@@ -1,24 +1,70 @@
-"""Rows into Parquet files, as a task on an executor does it: one file per tenant and day.
+"""Tables in a folder survive a power cut: bytes and names are on the disk before anything refers to them.
+
+Neither Arrow nor pyiceberg nor deltalake syncs what it writes. A catalogue that is durable sooner than
+the files it names would be a broken table, and Spark would never send the batch again.
+
+Rows into Parquet files, as a task on an executor does it: one file per tenant and day.
 
 What a task wrote is a list of `WrittenFile`; nobody sees the files until the driver commits them.
 Files of attempts that failed are in no list and therefore in no table.
+
+Maps on their way from Spark to Python: as JSON, because Spark measures maps anew for each row.
+
+Of all columns, it asks Arrow after each row how large the batch has become, and for a map that
+costs more than the rest of the row.
+
+Removal of files that no table lists: what attempts, copies and compactions leave behind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+import os
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import msgspec
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from pyarrow.fs import FileSelector, FileType
 
-from penstock.pipelines.lakehouse.fit import days_of, fit
-from penstock.pipelines.lakehouse.stable import sync
-from penstock.pipelines.lakehouse.table import Layout, WrittenFile
+from penstock.log.disk import sync_path
+from penstock.pipelines.lakehouse.table import Layout, WrittenFile, days_of, fit
 from penstock.pipelines.lakehouse.warehouse import filesystem
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+# -- stable ---------------------------------------------------------------------------------------
+
+
+MOST_REMEMBERED = 10_000
+_named: set[tuple[str, int]] = set()
+"""Folders, with their inodes, whose own names are on the disk."""
+
+
+def sync(path: str) -> None:
+    """Have a file on the disk, with the names that lead to it."""
+    sync_path(path)
+    folder = os.path.dirname(path)
+    sync_path(folder)
+    if len(_named) > MOST_REMEMBERED:
+        _named.clear()
+    while (known := (folder, os.stat(folder).st_ino)) not in _named:
+        _named.add(known)
+        above = os.path.dirname(folder)
+        # Where nobody may look nobody makes folders either.
+        if above == folder or not os.access(above, os.R_OK):
+            break
+        sync_path(above)
+        folder = above
+
+
+# -- files ----------------------------------------------------------------------------------------
+
 
 # Rows wait until a row group is worth its overhead, but never so many that a worker, which Spark
 # gives about half a gigabyte, would notice.
@@ -162,3 +208,106 @@ def split(rows: pa.RecordBatch, layout: Layout) -> Iterator[tuple[Key, pa.Record
 
 def _key(keys: pa.RecordBatch, row: int) -> Key:
     return keys.column(0)[row].as_py(), keys.column(1)[row].as_py()
+
+
+# -- maps -----------------------------------------------------------------------------------------
+
+
+TEXTS = pa.map_(pa.string(), pa.string())
+_decoder = msgspec.json.Decoder(list[dict[str, str | None] | None])
+
+
+def maps_as_text(frame: DataFrame) -> tuple[DataFrame, tuple[str, ...]]:
+    """The same rows with every map of texts as JSON, and the names of those columns."""
+    from pyspark.sql import functions as sql
+
+    names = tuple(
+        each.name for each in frame.schema if each.dataType.simpleString() == "map<string,string>"
+    )
+    for name in names:
+        column = sql.col(f"`{name}`")
+        text = sql.to_json(column, {"ignoreNullFields": "false"})
+        # Most maps are empty, and to say so costs less than to write it down.
+        frame = frame.withColumn(name, sql.when(sql.size(column) == 0, "{}").otherwise(text))
+    return frame, names
+
+
+def text_as_maps(rows: pa.RecordBatch, names: Collection[str]) -> pa.RecordBatch:
+    """Rows with these columns as maps again.
+
+    >>> rows = pa.record_batch({"h": ['{"a":"1"}', "{}", None]})
+    >>> text_as_maps(rows, ["h"]).column("h").to_pylist()
+    [[('a', '1')], [], None]
+    """
+    for name in names:
+        at = rows.schema.get_field_index(name)
+        rows = rows.set_column(at, name, _maps(rows.column(at)))
+    return rows
+
+
+def _maps(texts: pa.Array) -> pa.Array:
+    if not texts.null_count and pc.all(pc.equal(texts, "{}")).as_py():
+        return pa.MapArray.from_arrays(
+            np.zeros(len(texts) + 1, np.int32), pa.nulls(0, pa.string()), pa.nulls(0, pa.string())
+        )
+    parts = [text or "null" for text in texts.to_pylist()]
+    found = _decoder.decode("[" + ",".join(parts) + "]")
+    return pa.array([None if each is None else list(each.items()) for each in found], TEXTS)
+
+
+# -- removal --------------------------------------------------------------------------------------
+
+
+def remove_old(
+    folder: str,
+    listed: Iterable[str],
+    properties: Mapping[str, str],
+    *,
+    keep_s: float,
+    suffix: str = "",
+) -> int:
+    """Delete files that are not listed, unless a writer or a reader may have them; returns how many.
+
+    The last folder and the name tell files apart: libraries write whole paths differently.
+    """
+    fs, found = _files(folder, properties)
+    kept = {_last_words(each) for each in listed}
+    removed = 0
+    for each in found:
+        old = time.time() - each.mtime.timestamp() > keep_s
+        if old and each.path.endswith(suffix) and _last_words(each.path) not in kept:
+            fs.delete_file(each.path)
+            removed += 1
+    return removed
+
+
+def remove_others(folder: str, listed: Iterable[str], properties: Mapping[str, str]) -> int:
+    """Delete the files of a batch's attempts that a table lists nothing of; returns how many went.
+
+    Where it lists none of the batch, its files were compacted, and older snapshots still need those
+    of one attempt: all stay until they are old. Attempts are told apart by their names, for
+    libraries write whole paths differently, and a file that is wrongly taken for unlisted is gone.
+    """
+    fs, found = _files(folder, properties)
+    files = [each.path for each in found]
+    kept = {_attempt(each) for each in listed}
+    others = [each for each in files if _attempt(each) not in kept]
+    if len(others) == len(files):
+        return 0
+    for each in others:
+        fs.delete_file(each)
+    return len(others)
+
+
+def _attempt(path: str) -> str:
+    return path.rsplit("/", 2)[1]
+
+
+def _last_words(path: str) -> tuple[str, ...]:
+    return tuple(path.rsplit("/", 2)[1:])
+
+
+def _files(folder: str, properties: Mapping[str, str]) -> tuple[Any, list[Any]]:
+    fs, path = filesystem(folder, properties)
+    chosen = FileSelector(path, recursive=True, allow_not_found=True)
+    return fs, [each for each in fs.get_file_info(chosen) if each.type == FileType.File]

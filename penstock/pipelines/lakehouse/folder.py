@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pyarrow as pa
 
-from penstock.pipelines.failpoint import failpoint
+from penstock.pipelines.failure import failpoint
+from penstock.pipelines.lakehouse.files import sync
 from penstock.pipelines.lakehouse.iceberg import plain
-from penstock.pipelines.lakehouse.stable import sync
 from penstock.pipelines.lakehouse.table import (
     ColumnsByName,
     Cut,

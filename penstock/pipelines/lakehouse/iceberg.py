@@ -1,4 +1,9 @@
-"""Iceberg tables: pyiceberg on the driver commits what tasks wrote, one snapshot per batch."""
+"""Iceberg tables: pyiceberg on the driver commits what tasks wrote, one snapshot per batch.
+
+How pyiceberg writes what belongs to a table in a folder: each file is on the disk when it is closed.
+
+A module of its own, because workers write data files without loading pyiceberg.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
+from pyiceberg.io.pyarrow import PyArrowFile, PyArrowFileIO
 
-from penstock.model.errors import AlreadyExists
-from penstock.model.table_errors import CommitConflict, SchemaMismatch
-from penstock.pipelines.failpoint import failpoint
-from penstock.pipelines.lakehouse.removal import remove_others
+from penstock.model.errors import AlreadyExists, CommitConflict, SchemaMismatch
+from penstock.pipelines.failure import failpoint
+from penstock.pipelines.lakehouse.files import remove_others, sync
 from penstock.pipelines.lakehouse.table import (
     BATCH_PROPERTY,
     QUERY_PROPERTY,
@@ -24,12 +29,16 @@ from penstock.pipelines.lakehouse.table import (
 from penstock.pipelines.lakehouse.warehouse import identifier
 
 if TYPE_CHECKING:
+    from pyiceberg.io import OutputStream
     from pyiceberg.partitioning import PartitionSpec
     from pyiceberg.schema import Schema
     from pyiceberg.table import Table as PyTable
     from pyiceberg.table import Transaction
 
     from penstock.pipelines.lakehouse.warehouse import Warehouse
+
+# -- iceberg --------------------------------------------------------------------------------------
+
 
 NAME_PROPERTY = "penstock.name"
 # Twelve tries with waits that double to a second: about seven seconds against a writer that never
@@ -329,3 +338,47 @@ def _iceberg_type(kind: pa.DataType) -> Any:
     if pa.types.is_decimal(kind):
         return DecimalType(kind.precision, kind.scale)
     return LongType() if pa.types.is_integer(kind) else DoubleType()
+
+
+# -- metadata_io ----------------------------------------------------------------------------------
+
+
+class StableFileIO(PyArrowFileIO):
+    """What pyiceberg writes itself: metadata, lists and manifests."""
+
+    def new_output(self, location: str) -> PyArrowFile:
+        """A file to write."""
+        made = super().new_output(location)
+        if made._filesystem.type_name != "local":
+            return made
+        return _StableFile(location, made._path, made._filesystem, made._buffer_size)
+
+
+class _StableFile(PyArrowFile):
+    def create(self, overwrite: bool = False) -> OutputStream:
+        return _StableStream(super().create(overwrite), self._path)
+
+
+class _StableStream:
+    """A stream whose end is a sync."""
+
+    def __init__(self, stream: Any, path: str) -> None:
+        self._stream = stream
+        self._path = path
+        self.write = stream.write
+        self.tell = stream.tell
+
+    def close(self) -> None:
+        if not self._stream.closed:
+            self._stream.close()
+            sync(self._path)
+
+    @property
+    def closed(self) -> bool:
+        return bool(self._stream.closed)
+
+    def __enter__(self) -> _StableStream:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

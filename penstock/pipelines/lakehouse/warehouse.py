@@ -9,8 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from penstock.model.errors import InvalidSettings, MissingExtra
-from penstock.model.table_errors import WarehouseFailed
+from penstock.model.errors import InvalidSettings, MissingExtra, WarehouseFailed
 from penstock.model.topic import check_topic, tenant_of
 
 if TYPE_CHECKING:
@@ -141,7 +140,7 @@ Choose iceberg, delta or parquet [invalid.settings]
     def _catalogue_properties(self) -> dict[str, str]:
         given = {"warehouse": self.uri, **self.properties}
         if self.local:
-            from penstock.pipelines.lakehouse.metadata_io import StableFileIO
+            from penstock.pipelines.lakehouse.iceberg import StableFileIO
 
             given.setdefault("py-io-impl", f"{StableFileIO.__module__}.{StableFileIO.__name__}")
         if self._named():

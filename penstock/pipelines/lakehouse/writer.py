@@ -16,19 +16,20 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pyarrow as pa
 
-from penstock.model.errors import InvalidInput
-from penstock.model.table_errors import SchemaMismatch
-from penstock.pipelines.failpoint import failpoint
-from penstock.pipelines.lakehouse.evolution import AUTOMATIC, Step, adapt
-from penstock.pipelines.lakehouse.files import write_rows
-from penstock.pipelines.lakehouse.fit import FAULT, REJECTED
-from penstock.pipelines.lakehouse.maps import maps_as_text, text_as_maps
+from penstock.model.errors import InvalidInput, SchemaMismatch
+from penstock.pipelines.failure import failpoint
+from penstock.pipelines.lakehouse.files import maps_as_text, text_as_maps, write_rows
 from penstock.pipelines.lakehouse.table import (
+    AUTOMATIC,
+    FAULT,
+    REJECTED,
     REJECTED_SUFFIX,
     Cut,
     Layout,
+    Step,
     Table,
     WrittenFile,
+    adapt,
     total_rows,
 )
 from penstock.pipelines.lakehouse.warehouse import Warehouse

@@ -2,18 +2,28 @@
 
 Windows are those of the public definitions, and so is the watermark of four seconds; on a batch
 Spark takes no notice of it. `QUERIES` says of each query what it reads and how it streams.
+
+The tables of the Nexmark queries as DataFrames: from a bus, or from Parquet files of log rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+import pyarrow as pa
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as f
 
-from penstock.pipelines.nexmark.payload import EVENT_TIME
+from penstock.pipelines.nexmark.payload import EVENT_TIME, SCHEMAS, TOPICS
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame, DataFrameReader
+    from pyspark.sql.streaming.readwriter import DataStreamReader
+
+# -- queries --------------------------------------------------------------------------------------
+
 
 WATERMARK = "4 seconds"
 WATERMARK_MS = 4_000
@@ -198,3 +208,58 @@ QUERIES: dict[str, Query] = {
     )
 }  # fmt: skip
 """The queries by name, in their order."""
+
+
+# -- tables ---------------------------------------------------------------------------------------
+
+
+def payload_ddl(table: str, columns: Iterable[str]) -> str:
+    """The payload of a table's events as DDL, with these columns only.
+
+    >>> payload_ddl("auctions", ["id", "date_time", "expires"])
+    'id BIGINT, expires BIGINT'
+    """
+    return ", ".join(
+        f"{name} {'STRING' if pa.types.is_string(SCHEMAS[table].field(name).type) else 'BIGINT'}"
+        for name in columns
+        if name != EVENT_TIME
+    )
+
+
+def from_bus(
+    reader: DataFrameReader | DataStreamReader, url: str, table: str, columns: Iterable[str]
+) -> DataFrame:
+    """A table of a bus, of which only these columns are decoded: a batch or a stream.
+
+    `reader` is `spark.read` or `spark.readStream`, with whatever options are wanted besides.
+    """
+    columns = list(columns)
+    rows = (
+        reader.format("penstock")
+        .option("url", url)
+        .option("topics", TOPICS[table])
+        .option("schema", payload_ddl(table, columns))
+        .option("columns", "event_time,value" if EVENT_TIME in columns else "value")
+        .load()
+    )
+    return rows.select(*_typed(table, columns))
+
+
+def from_payloads(rows: DataFrame, table: str, columns: Iterable[str]) -> DataFrame:
+    """A table of rows with `event_time` and `payload`, decoded by Spark's own JSON functions."""
+    columns = list(columns)
+    value = f.from_json(f.col("payload").cast("STRING"), payload_ddl(table, columns))
+    return rows.select("event_time", value.alias("value")).select(*_typed(table, columns))
+
+
+def _typed(table: str, columns: Iterable[str]) -> list[Column]:
+    found = []
+    for name in columns:
+        if name == EVENT_TIME:
+            column = f.col("event_time")
+        elif pa.types.is_timestamp(SCHEMAS[table].field(name).type):
+            column = f.timestamp_millis(f.col(f"value.{name}"))
+        else:
+            column = f.col(f"value.{name}")
+        found.append(column.alias(name))
+    return found

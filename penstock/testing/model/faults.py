@@ -15,8 +15,8 @@ import msgspec
 from penstock.core.delivery import QueueGroup
 from penstock.core.lease import Run
 from penstock.core.retry import Retry
-from penstock.engines import request as ask
-from penstock.engines.embedded import EmbeddedEngine
+from penstock.engines import requests as ask
+from penstock.engines.embedded.engine import EmbeddedEngine
 from penstock.engines.engine import Draft, Request, Subscribe
 from penstock.testing.model.found import Found
 from penstock.testing.model.harness import runs_on

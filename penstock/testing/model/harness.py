@@ -20,7 +20,7 @@ from typing import Any, Protocol, Self
 import penstock
 from penstock.testing.broker_process import BrokerProcess
 from penstock.testing.model.proxy import Proxy
-from penstock.testing.sim_loop import LoopRuntime, SimClock, SimLoop
+from penstock.testing.simulation.loop import LoopRuntime, SimClock, SimLoop
 
 SMALL: dict[str, Any] = {
     "journal__file_bytes": 1 << 20,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from penstock.engines import request as ask
+from penstock.engines import requests as ask
 from penstock.model.errors import OffsetExpired
 from penstock.testing.simulation.deliveries import ACKED, DEAD
 from penstock.testing.simulation.oracle import STORED, UNKNOWN, Place, Sent

@@ -9,11 +9,11 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
-from penstock.engines.embedded import EmbeddedEngine
+from penstock.engines.embedded.engine import EmbeddedEngine
 from penstock.log.journal import file_bases, file_name
 from penstock.model.errors import Corrupted, OffsetExpired, PenstockError
-from penstock.testing.sim_disk import SimDisk
-from penstock.testing.sim_loop import SimLoop, kill
+from penstock.testing.simulation.disk import SimDisk
+from penstock.testing.simulation.loop import SimLoop, kill
 from penstock.testing.simulation.oracle import Finding
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class Damage:
         return seen
 
     async def _audit(self, engine: EmbeddedEngine) -> bool:
-        from penstock.engines import request as ask
+        from penstock.engines import requests as ask
 
         verdict = await engine.ask(ask.VerifyAudit())
         if not verdict.ok:

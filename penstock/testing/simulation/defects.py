@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.core import intervention
+from penstock.core import delivery as intervention
 from penstock.core.delivery import QueueGroup
 from penstock.core.lease import Lane, Run
-from penstock.engines.audittrail import AuditTrail
-from penstock.engines.commitloop import CommitLoop
-from penstock.engines.housekeeping import Housekeeper
-from penstock.engines.taken import Taken
-from penstock.engines.timekeeper import Timekeeper
-from penstock.log.eventlog import EventLog
+from penstock.engines.embedded.audit import AuditTrail
+from penstock.engines.embedded.commit import CommitLoop, Taken
+from penstock.engines.embedded.maintenance import Housekeeper
+from penstock.engines.embedded.schedules import Timekeeper
+from penstock.log.event_log import EventLog
 from penstock.log.recovery import Recovery
 from penstock.model.errors import PenstockError, Rejected
 from penstock.testing.simulation.mutant import Mutant

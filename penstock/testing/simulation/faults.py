@@ -9,7 +9,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from penstock.model.errors import DiskFull, PenstockError, WriterFailed
-from penstock.testing.sim_disk import Faults, SimDisk
+from penstock.testing.simulation.disk import Faults, SimDisk
 from penstock.testing.simulation.producers import Producer
 
 if TYPE_CHECKING:

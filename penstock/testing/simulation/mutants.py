@@ -11,14 +11,13 @@ from typing import Any
 
 from penstock.core.delivery import QueueGroup
 from penstock.core.entry import Acked, Retried
-from penstock.core.holdback import KeyGate
 from penstock.core.lease import EXPIRED, FENCED, Lane, Lease, Run
+from penstock.core.ordering import KeyGate
 from penstock.core.schedule import Delayed
-from penstock.engines.audittrail import AuditTrail
-from penstock.engines.commitloop import CommitLoop
-from penstock.engines.layout import Layout, Placed
-from penstock.engines.logreader import LogReader
-from penstock.engines.taken import Taken
+from penstock.engines.embedded.audit import AuditTrail
+from penstock.engines.embedded.batching import Layout, Placed
+from penstock.engines.embedded.commit import CommitLoop, Taken
+from penstock.engines.embedded.log_groups import LogReader
 from penstock.log.journal import Commit
 from penstock.testing.simulation.defects import DEFECTS
 from penstock.testing.simulation.mutant import Broken, Mutant, nothing_async

@@ -7,8 +7,8 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.entry import TopicSpec
-from penstock.engines import request as ask
-from penstock.engines.follower import FollowerEngine
+from penstock.engines import requests as ask
+from penstock.engines.embedded.follower import FollowerEngine
 from penstock.model.errors import (
     BusClosed,
     InvalidInput,

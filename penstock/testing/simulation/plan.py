@@ -9,8 +9,17 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from penstock.core.retry import Retry
-from penstock.model.setting import KIB, MIB
-from penstock.model.settings import Dedup, Delivery, Journal, Limits, Retention, Sealing, Settings
+from penstock.model.settings import (
+    KIB,
+    MIB,
+    Dedup,
+    Delivery,
+    Journal,
+    Limits,
+    Retention,
+    Sealing,
+    Settings,
+)
 
 OPERATIONS = 10_000  # what one seed does at least, so that rare meetings of faults happen
 CRASHES = 20  # deaths of the process or the machine in one seed, at least

@@ -7,12 +7,11 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import penstock.log.frame as frame_module
-import penstock.log.side as side_module
-from penstock.engines import housekeeping
-from penstock.engines.commitloop import CommitLoop
-from penstock.engines.runtime import Runtime
-from penstock.engines.writer import Writer, Writing
+import penstock.log.journal as frame_module
+import penstock.log.side_files as side_module
+from penstock.engines.embedded import maintenance as housekeeping
+from penstock.engines.embedded.commit import CommitLoop
+from penstock.engines.embedded.runtime import Runtime, Writer, Writing
 from penstock.log.disk import File
 from penstock.log.journal import Commit, Journal, file_bases, file_name
 from penstock.log.manifest import Manifest

@@ -15,12 +15,18 @@ from random import Random
 from typing import Any
 
 from penstock.bus.bus import Bus
-from penstock.engines.embedded import EmbeddedEngine
-from penstock.engines.writer import SIDE_BY_SIDE
+from penstock.engines.embedded.engine import EmbeddedEngine
+from penstock.engines.embedded.runtime import SIDE_BY_SIDE
 from penstock.model.errors import BusClosed, Rejected, WriterFailed
 from penstock.model.event import Identity
-from penstock.testing.sim_disk import SimCrash, SimDisk
-from penstock.testing.sim_loop import (
+from penstock.testing.simulation.audience import Checks
+from penstock.testing.simulation.consumers import Consumer, Reader
+from penstock.testing.simulation.cursors import CursorWatch
+from penstock.testing.simulation.damage import Damage
+from penstock.testing.simulation.deliveries import ACKED, GroupWatch
+from penstock.testing.simulation.disk import SimCrash, SimDisk
+from penstock.testing.simulation.faults import Ending, Troubles
+from penstock.testing.simulation.loop import (
     EPOCH_US,
     LoopRuntime,
     SimClock,
@@ -29,12 +35,6 @@ from penstock.testing.sim_loop import (
     SimStepLimit,
     kill,
 )
-from penstock.testing.simulation.audience import Checks
-from penstock.testing.simulation.consumers import Consumer, Reader
-from penstock.testing.simulation.cursors import CursorWatch
-from penstock.testing.simulation.damage import Damage
-from penstock.testing.simulation.deliveries import ACKED, GroupWatch
-from penstock.testing.simulation.faults import Ending, Troubles
 from penstock.testing.simulation.operators import Follower, Operator
 from penstock.testing.simulation.oracle import ABSENT, Finding, Oracle, Sent
 from penstock.testing.simulation.plan import Plan

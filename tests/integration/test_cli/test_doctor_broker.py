@@ -24,11 +24,13 @@ import msgspec
 import pytest
 
 import penstock
-from penstock.cli import checkup, checkup_broker, checkup_folder, checkup_network
+from penstock.cli import checks as checkup
+from penstock.cli import checks as checkup_broker
+from penstock.cli import checks as checkup_folder
+from penstock.cli import checks as checkup_network
 from penstock.log.disk import RealDisk
 from penstock.model.errors import ConnectionFailed, MissingExtra
-from penstock.model.server_settings import Server, Telemetry
-from penstock.model.settings import Journal, Sealing, Settings
+from penstock.model.settings import Journal, Sealing, Server, Settings, Telemetry
 from penstock.server.ports import Address, listening, write_ports
 from penstock.testing.authority import Authority
 from penstock.testing.broker_process import broker_inside
@@ -167,7 +169,7 @@ def test_too_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_broker_raises_its_limit_of_open_files(cli: Any) -> None:
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 1024))\n"
-        "from penstock.server.descriptors import raise_limit as up\n"
+        "from penstock.server.readiness import raise_limit as up\n"
         "from penstock.model.settings import Settings\n"
         "up(Settings()); print(resource.getrlimit(resource.RLIMIT_NOFILE))\n"
     )

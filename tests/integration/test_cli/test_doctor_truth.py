@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import penstock
-from penstock.cli import checkup
+from penstock.cli import checks as checkup
 from penstock.model.errors import Rejected
 from penstock.testing.authority import Authority
 

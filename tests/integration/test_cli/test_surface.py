@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from penstock.cli.app import COMMANDS, root
-from penstock.cli.exits import _BY_FAMILY, MEANINGS, exit_code
+from penstock.cli.invocation import _BY_FAMILY, MEANINGS, exit_code
 from penstock.cli.reference import reference
 from penstock.model import errors
 

@@ -7,8 +7,8 @@ import subprocess
 import sys
 import tomllib
 
-from penstock.model.loader import check, load
 from penstock.model.settings import Settings
+from penstock.model.settings_loader import check, load
 
 
 def test_config_check_lists_everything(cli):

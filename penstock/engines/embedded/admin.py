@@ -1,0 +1,613 @@
+"""Standing orders: routes and schedules, which hold until an operator says otherwise (T2, T7, T9).
+
+Every change leaves an audit record with what was in force before and after.
+
+Administration: the answers to everything operators ask of an embedded engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from penstock.core.admission import ADMITTED
+from penstock.core.audit import State
+from penstock.core.delivery import ledgers as owed
+from penstock.core.entry import (
+    Entry,
+    RecurringGone,
+    RecurringPut,
+    TopicGone,
+    TopicPut,
+    TopicSpec,
+    as_recovered,
+)
+from penstock.core.routes import Route
+from penstock.core.schedule import Definition
+from penstock.engines import requests as ask
+from penstock.engines.embedded.dead_letters import newest_letters
+from penstock.engines.embedded.lost_events import lag_behind, unreadable
+from penstock.engines.engine import Request
+from penstock.engines.requests import (
+    Effect,
+    GroupEffect,
+    GroupInfo,
+    LaneInfo,
+    SealInfo,
+    TopicInfo,
+    check_consumer,
+    check_content,
+    check_word,
+    group_info,
+    known_partition,
+    known_topic,
+    retention_of,
+    topic_info,
+)
+from penstock.log.disk import RealDisk
+from penstock.log.retention import check_change
+from penstock.model.errors import (
+    AlreadyExists,
+    DiskFull,
+    InvalidInput,
+    PenstockError,
+    Refused,
+    StorageError,
+    UnknownRoute,
+    UnknownSchedule,
+    Unsupported,
+    WriteOnce,
+)
+from penstock.model.topic import check_topic, is_system
+
+if TYPE_CHECKING:
+    from penstock.engines.embedded.engine import EmbeddedEngine
+
+# -- standing_orders ------------------------------------------------------------------------------
+
+
+SHOWN_CHARACTERS = 1_000  # of one text in an audit record, which has a bound itself
+SHOWN_TOPICS = 1_000  # that a route leads: a pattern can match every topic there is
+LOCAL = "local"  # who acts where nobody has a name
+
+
+class StandingOrders:
+    """Answers requests about routes and schedules."""
+
+    def __init__(self, engine: EmbeddedEngine) -> None:
+        self._engine = engine
+
+    # -- routes --------------------------------------------------------------------------------
+
+    async def list_routes(self, request: ask.ListRoutes) -> Any:
+        """The whole catalogue."""
+        return list(self._engine.routes)
+
+    async def put_route(self, request: ask.PutRoute) -> None:
+        """Add or replace."""
+        route = request.route
+        if route.enabled:
+            self._check_destination(route)
+        before = self._route(route.pattern, route.destination)
+        self._engine.routes.put(route)
+        await self._routes_changed(
+            request.actor, "route.put", route.pattern, route.destination, before
+        )
+
+    async def remove_route(self, request: ask.RemoveRoute) -> Effect:
+        """Drop one."""
+        ends = (request.pattern, request.destination)
+        route = self._engine.routes.get(*ends)
+        if not request.dry_run:
+            check_word("REMOVE", request.confirm)
+        led = [
+            topic
+            for topic in sorted(self._engine.groups.selected([request.pattern]))
+            if route in self._engine.routes.resolve(topic, self._engine.topics.tenant_for(topic))
+        ]
+        target = " -> ".join(ends)
+        effect = Effect("route.remove", target, not request.dry_run, topics=led[:SHOWN_TOPICS])
+        if request.dry_run:
+            return effect
+        before = self._engine.routes.remove(*ends)
+        await self._routes_changed(
+            request.actor, "route.remove", request.pattern, request.destination, before
+        )
+        return effect
+
+    async def switch_route(self, request: ask.SwitchRoute) -> None:
+        """Enable or disable one."""
+        routes, ends = self._engine.routes, (request.pattern, request.destination)
+        before = routes.get(*ends)
+        if request.enabled:
+            self._check_destination(before)
+        switch = routes.enable if request.enabled else routes.disable
+        switch(*ends)
+        word = "route.enable" if request.enabled else "route.disable"
+        await self._routes_changed(request.actor, word, *ends, before)
+
+    def _check_destination(self, route: Route) -> None:
+        """A route leads to a group: one that is there, or one that can be made for it."""
+        if route.group not in self._engine.state.groups:
+            check_consumer(route.group)
+
+    def _route(self, pattern: str, destination: str) -> Route | None:
+        with suppress(UnknownRoute):
+            return self._engine.routes.get(pattern, destination)
+        return None
+
+    async def _routes_changed(
+        self, actor: str, operation: str, pattern: str, destination: str, before: Route | None
+    ) -> None:
+        engine, route = self._engine, self._route(pattern, destination)
+        after = _route_state(route, gone="removed")
+        after["version"] = engine.routes.version
+        try:
+            audit = engine.audit.entry(
+                actor, operation, f"{pattern} -> {destination}", _route_state(before), after
+            )
+            await engine.save_routes()
+            await engine.intake.submit(
+                [], when_taken=lambda _: [*engine.groups.routes_changed(pattern, route), audit]
+            )
+        except PenstockError:
+            await self._undo(pattern, destination, before)
+            raise
+
+    async def _undo(self, pattern: str, destination: str, before: Route | None) -> None:
+        """A change that could not be kept is not in force either."""
+        if before is not None:
+            self._engine.routes.put(before)
+        elif self._route(pattern, destination) is not None:
+            self._engine.routes.remove(pattern, destination)
+        with suppress(PenstockError):  # the file may still be as it was
+            await self._engine.save_routes()
+
+    async def resolve_route(self, request: ask.ResolveRoute) -> Any:
+        """The routes an event of a topic takes."""
+        check_topic(request.topic)
+        tenant = request.tenant or self._engine.topics.tenant_for(request.topic)
+        return self._engine.routes.resolve(request.topic, tenant)
+
+    # -- schedules -----------------------------------------------------------------------------
+
+    async def list_schedules(self, request: ask.ListSchedules) -> list[Definition]:
+        """All recurring events."""
+        return self._engine.state.schedule.recurring.definitions()
+
+    async def put_schedule(self, request: ask.PutSchedule) -> Definition:
+        """Define a recurring event, or replace the one of its id."""
+        engine, recurring = self._engine, self._engine.state.schedule.recurring
+        check_topic(request.topic)
+        check_content(request.payload, request.headers, engine.settings.limits)
+        wanted = Definition(
+            id=request.id, topic=request.topic, payload=request.payload, codec=request.codec,
+            headers=request.headers, cron=request.cron, every_us=request.every_us,
+        )  # fmt: skip
+        before: Definition | None = None
+        with suppress(UnknownSchedule):
+            before = recurring.get(request.id)
+        definition = recurring.put(wanted, engine.runtime.wall_us())
+        try:
+            audit = engine.audit.entry(
+                request.actor or LOCAL, "schedule.put", request.id, _schedule_state(before),
+                _schedule_state(definition),
+            )  # fmt: skip
+            put = RecurringPut(request.id, msgspec.msgpack.encode(definition))
+            await engine.intake.write_entries([put, audit])
+        except PenstockError:
+            recurring.undo(definition, before)
+            raise
+        engine.timekeeper.wake()
+        return definition
+
+    async def remove_schedule(self, request: ask.RemoveSchedule) -> Effect:
+        """Drop a recurring event."""
+        engine = self._engine
+        before = engine.state.schedule.recurring.get(request.id)
+        done, topics = not request.dry_run, [before.topic]
+        effect = Effect("schedule.remove", request.id, done, topics=topics)
+        if request.dry_run:
+            return effect
+        check_word("REMOVE", request.confirm)
+        audit = engine.audit.entry(
+            request.actor or LOCAL, "schedule.remove", request.id, _schedule_state(before),
+            _schedule_state(None, gone="removed"),
+        )  # fmt: skip
+        await engine.intake.write_entries([RecurringGone(request.id), audit])
+        return effect
+
+
+def _route_state(route: Route | None, gone: str | None = None) -> State:
+    if route is None:
+        return {"status": gone}
+    return {
+        "type": route.type,
+        "priority": route.priority,
+        "enabled": str(route.enabled),
+        "tenant": route.tenant,
+    }
+
+
+def _schedule_state(definition: Definition | None, gone: str | None = None) -> State:
+    if definition is None:
+        return {"status": gone}
+    return {
+        "topic": definition.topic,
+        "cron": None if definition.cron is None else definition.cron[:SHOWN_CHARACTERS],
+        "every_us": definition.every_us,
+        "codec": definition.codec,
+        "headers": msgspec.json.encode(definition.headers).decode()[:SHOWN_CHARACTERS],
+        "payload_bytes": len(definition.payload),
+        "payload_sha256": hashlib.sha256(definition.payload).hexdigest(),
+    }
+
+
+# -- administration -------------------------------------------------------------------------------
+
+
+E = TypeVar("E", bound=PenstockError)
+
+
+class Administration:
+    """Answers requests."""
+
+    def __init__(self, engine: EmbeddedEngine) -> None:
+        self._engine = engine
+        orders = StandingOrders(engine)
+        self._answers: dict[type[Request], Callable[[Any], Awaitable[Any]]] = {
+            ask.ListTopics: self._list_topics,
+            ask.DescribeTopic: self._describe_topic,
+            ask.CreateTopic: self._create_topic,
+            ask.ConfigureTopic: self._configure_topic,
+            ask.DeleteTopic: self._delete_topic,
+            ask.Seal: self._seal,
+            ask.FindOffset: self._find_offset,
+            ask.AdmitReplay: self._admit_replay,
+            ask.ListGroups: self._list_groups,
+            ask.DescribeGroup: self._describe_group,
+            ask.ResetGroup: self._reset_group,
+            ask.DeleteGroup: self._delete_group,
+            ask.ListDead: self._list_dead,
+            ask.InspectDead: self._inspect_dead,
+            ask.ReplayDead: self._replay_dead,
+            ask.Quarantine: self._quarantine,
+            ask.PurgeDead: self._purge_dead,
+            ask.QueryAudit: self._query_audit,
+            ask.VerifyAudit: self._verify_audit,
+            ask.ExportAudit: self._export_audit,
+            ask.ListRoutes: orders.list_routes,
+            ask.PutRoute: orders.put_route,
+            ask.RemoveRoute: orders.remove_route,
+            ask.SwitchRoute: orders.switch_route,
+            ask.ResolveRoute: orders.resolve_route,
+            ask.ListSchedules: orders.list_schedules,
+            ask.PutSchedule: orders.put_schedule,
+            ask.RemoveSchedule: orders.remove_schedule,
+            ask.Pressure: self._pressure,
+        }
+
+    async def answer(self, request: Request) -> Any:
+        """Dispatch one request."""
+        handler = self._answers.get(type(request))
+        if handler is None:
+            name = type(request).__name__
+            raise Unsupported(f"this engine does not know {name}", request=name)
+        return await handler(request)
+
+    async def _refused(self, error: E, actor: str, operation: str, target: str) -> E:
+        """A forbidden attempt goes into the audit chain before it is refused (row X5)."""
+        entry = self._engine.audit.entry(
+            actor, operation, target, {}, {"status": "refused", "code": error.code}
+        )
+        await self._engine.intake.write_entries([entry])
+        return error
+
+    # -- topics --------------------------------------------------------------------------------
+
+    def _spec(self, topic: str) -> TopicSpec:
+        return known_topic(self._engine.state, topic)
+
+    def _topic_info(self, topic: str) -> TopicInfo:
+        return topic_info(self._engine.state, self._engine.log, self._engine.settings, topic)
+
+    async def _list_topics(self, request: ask.ListTopics) -> list[TopicInfo]:
+        names = sorted(self._engine.state.topics)
+        return [self._topic_info(name) for name in names if request.system or not is_system(name)]
+
+    async def _describe_topic(self, request: ask.DescribeTopic) -> TopicInfo:
+        return self._topic_info(request.topic)
+
+    async def _create_topic(self, request: ask.CreateTopic) -> TopicInfo:
+        check_topic(request.topic, system=request.spec.ephemeral)
+        if request.topic in self._engine.state.topics:
+            raise AlreadyExists(f"topic {request.topic!r} exists already", topic=request.topic)
+        spec = as_recovered(TopicPut(request.topic, request.spec)).spec
+        retention_of(spec, self._engine.settings.retention)  # raises what it cannot be
+        await self._engine.topics.ensure(request.topic, spec)
+        return self._topic_info(request.topic)
+
+    async def _configure_topic(self, request: ask.ConfigureTopic) -> TopicInfo:
+        engine, topic = self._engine, request.topic
+        old = self._spec(topic)
+        new = TopicSpec(
+            partitions=old.partitions if request.partitions is None else request.partitions,
+            retention_age_s=_either(request.retention_age_s, old.retention_age_s),
+            retention_bytes=_either(request.retention_bytes, old.retention_bytes),
+            write_once=_either(request.write_once, old.write_once),
+            ephemeral=old.ephemeral,
+            floors=old.floors,
+        )
+        new = as_recovered(TopicPut(topic, new)).spec
+        if new.partitions < old.partitions:
+            raise InvalidInput(
+                f"{topic!r} has {old.partitions} partitions; they can be added, never removed",
+                topic=topic,
+            )
+        try:
+            general = engine.settings.retention
+            check_change(retention_of(old, general), retention_of(new, general), topic=topic)
+        except WriteOnce as error:
+            raise await self._refused(error, request.actor, "topic.configure", topic) from None
+        prior, result = _plain(old), _plain(new)
+        audit = self._engine.audit.entry(request.actor, "topic.configure", topic, prior, result)
+
+        def entries(_: Any) -> list[Entry]:
+            engine.state.topics[topic] = new
+            lanes = engine.groups.topic_made(topic, old.partitions, new.partitions)
+            return [TopicPut(topic, new), *lanes, audit]
+
+        await engine.intake.submit([], when_taken=entries)
+        engine.housekeeper.wake()  # a topic at its limit may have room now
+        return self._topic_info(topic)
+
+    async def _seal(self, request: ask.Seal) -> SealInfo:
+        engine, before = self._engine, request.before
+        if not engine.settings.sealing.enabled:
+            raise Unsupported(
+                "sealing.enabled is off here, so events stay in the journal; nothing was done. Turn it on "
+                "and open the bus again"
+            )
+        if before is None:
+            before = engine.journal.position
+            engine.journal.close_file()
+            audit = engine.audit.entry(request.actor, "journal.seal", "journal", {}, {})
+            await engine.intake.write_entries([audit])
+            if engine.journal.base < before:
+                raise DiskFull(
+                    "no room for another journal file, so this one cannot be closed; nothing was sealed. "
+                    "Free some space or lower retention",
+                    retry_after_s=1.0,
+                )
+            engine.housekeeper.wake()
+        sealed_to = engine.log.manifest.sealed_to
+        if engine.housekeeper.problem is not None and sealed_to < before:
+            raise StorageError(
+                f"sealing fails: {engine.housekeeper.problem}. Nothing is lost; it is tried again"
+            )
+        return SealInfo(before, sealed_to)
+
+    async def _delete_topic(self, request: ask.DeleteTopic) -> Effect:
+        engine, topic = self._engine, request.topic
+        spec = self._spec(topic)
+        if not (request.dry_run or spec.ephemeral):
+            check_word("DELETE", request.confirm)
+        forbidden: Refused | None = None
+        if is_system(topic) and not spec.ephemeral:
+            forbidden = Refused(
+                f"{topic!r} is the bus's own and stays; nothing was changed. Dead letters go by "
+                "`dlq purge`",
+                topic=topic,
+            )
+        elif retention_of(spec, engine.settings.retention).write_once:
+            forbidden = WriteOnce(
+                f"{topic!r} is write-once: its events stay until their retention is over. Nothing "
+                "was changed, and attempts are in the audit log",
+                topic=topic,
+            )
+        if forbidden is not None:
+            if not request.dry_run:
+                forbidden = await self._refused(forbidden, request.actor, "topic.delete", topic)
+            raise forbidden
+        effect = self._loss_of_topic(topic, done=not request.dry_run)
+        if request.dry_run:
+            return effect
+        audit = self._engine.audit.entry(
+            request.actor, "topic.delete", topic, _plain(spec), {"status": "deleted"}
+        )
+
+        def entries(_: Any) -> list[Entry]:
+            ends = tuple(engine.log.partition(topic, p).next for p in range(spec.partitions))
+            engine.topics.forget(topic)
+            return [TopicGone(topic, ends), audit]
+
+        await engine.intake.submit([], when_taken=entries)
+        engine.housekeeper.wake()
+        return effect
+
+    def _loss_of_topic(self, topic: str, *, done: bool) -> Effect:
+        """What goes with a topic: its events, and with them the lag of the groups that read it."""
+        parts = self._topic_info(topic).partitions
+        groups: list[GroupEffect] = []
+        for reader in self._engine.groups.readers_of(topic):
+            if not self._engine.state.groups[reader.name].spec.ephemeral:
+                lanes = self._group_info(reader.name).lanes
+                left = sum(lane.lag for lane in lanes if lane.topic != topic)
+                groups.append(GroupEffect(reader.name, sum(lane.lag for lane in lanes), left))
+        return Effect(
+            "topic.delete", topic, done, sum(each.end_offset - each.first_offset for each in parts),
+            sum(each.sealed_bytes for each in parts), [topic],
+            sorted(groups, key=lambda group: group.name),
+        )  # fmt: skip
+
+    async def _find_offset(self, request: ask.FindOffset) -> int:
+        known_partition(self._engine.state, request.topic, request.partition)
+        log = self._engine.log
+        return await self._engine.runtime.read(
+            log.find_time, request.topic, request.partition, request.time_us
+        )
+
+    async def _admit_replay(self, request: ask.AdmitReplay) -> None:
+        now_s = self._engine.runtime.now()
+        decision = self._engine.admission.admit_replay(request.tenant, now_s)
+        if decision is not ADMITTED:
+            raise decision.error()
+
+    # -- groups --------------------------------------------------------------------------------
+
+    def _group_info(self, name: str) -> GroupInfo:
+        engine = self._engine
+        group = engine.groups.known(name)
+        log, machine = engine.groups.logs.get(name), engine.dispatcher.groups.get(name)
+        lanes: list[LaneInfo] = []
+        members: list[str] = []
+        lost = engine.unread.lost.get(name, {})
+        if log is not None:
+            for place, cursor in sorted(group.cursors.items()):
+                end, lag = lag_behind(engine.log, place, cursor)
+                lanes.append(LaneInfo(*place, cursor, end, 0, lag, lost.get(place, 0)))
+            members = sorted(log.readers)
+        elif machine is not None:
+            ledgers, gone = owed(machine, engine.runtime.now()), unreadable(engine.log, machine)
+            for place, lane in sorted(machine.lanes.items()):
+                waiting = ledgers[place].outstanding()
+                lag = lane.end - lane.cursor + waiting - gone.get(place, 0)
+                taken = lost.get(place, 0)
+                lanes.append(LaneInfo(*place, lane.cursor, lane.end, waiting, lag, taken))
+            members = sorted(machine.members)
+        return group_info(name, group.spec, members, lanes, engine.groups.routed(name))
+
+    async def _list_groups(self, request: ask.ListGroups) -> list[GroupInfo]:
+        return [self._group_info(name) for name in sorted(self._engine.state.groups)]
+
+    async def _describe_group(self, request: ask.DescribeGroup) -> GroupInfo:
+        return self._group_info(request.group)
+
+    async def _reset_group(self, request: ask.ResetGroup) -> GroupInfo:
+        before = self._group_info(request.group)
+        if request.dry_run:
+            return self._moved(before, request)
+        check_word("RESET", request.confirm)
+        prior: State = {f"{lane.topic}/{lane.partition}": lane.cursor for lane in before.lanes}
+        audit = self._engine.audit.entry(
+            request.actor, "group.reset", request.group, prior, {"to": request.to}
+        )
+        await self._engine.groups.reset(request.group, request.to, request.topic, [audit])
+        return self._group_info(request.group)
+
+    def _moved(self, before: GroupInfo, request: ask.ResetGroup) -> GroupInfo:
+        """A group as it would be after a reset: what it holds unsettled is void then."""
+        offsets = self._engine.groups.offsets(request.group, request.to, request.topic)
+        lanes: list[LaneInfo] = []
+        for lane in before.lanes:
+            offset = offsets.get((lane.topic, lane.partition))
+            if offset is not None:
+                lag = max(0, lane.end - offset)
+                lane = LaneInfo(lane.topic, lane.partition, offset, lane.end, 0, lag)
+            lanes.append(lane)
+        spec = self._engine.groups.known(request.group).spec
+        return group_info(request.group, spec, before.members, lanes)
+
+    async def _delete_group(self, request: ask.DeleteGroup) -> Effect:
+        spec = self._engine.groups.known(request.group).spec
+        if not (request.dry_run or spec.ephemeral):
+            check_word("DELETE", request.confirm)
+        lag = self._group_info(request.group).lag
+        groups = [GroupEffect(request.group, lag, 0)]
+        effect = Effect("group.delete", request.group, not request.dry_run, groups=groups)
+        if request.dry_run:
+            return effect
+        extra: list[Entry] = []
+        if not spec.ephemeral:
+            prior: State = {"mode": spec.mode, "patterns": " ".join(spec.patterns)}
+            extra = [
+                self._engine.audit.entry(
+                    request.actor, "group.delete", request.group, prior, {"status": "deleted"}
+                )
+            ]
+        await self._engine.groups.remove(request.group, extra)
+        return effect
+
+    # -- dead letters, audit -------------------------------------------------------------------
+
+    async def _list_dead(self, request: ask.ListDead) -> Any:
+        return newest_letters(self._engine.state.dead.values(), request)
+
+    async def _inspect_dead(self, request: ask.InspectDead) -> Any:
+        return await self._engine.graveyard.inspect(request.id)
+
+    async def _replay_dead(self, request: ask.ReplayDead) -> Any:
+        return await self._engine.graveyard.replay(
+            request.ids, request.target_consumer, request.target_topic, request.actor,
+            request.reason, request.confirm, request.dry_run,
+        )  # fmt: skip
+
+    async def _quarantine(self, request: ask.Quarantine) -> Any:
+        return await self._engine.graveyard.quarantine(
+            request.id,
+            request.consumer,
+            request.topic,
+            request.payload,
+            request.actor,
+            request.reason,
+        )
+
+    async def _purge_dead(self, request: ask.PurgeDead) -> Any:
+        return await self._engine.graveyard.purge(
+            request.ids, request.actor, request.reason, request.confirm, request.dry_run
+        )
+
+    async def _query_audit(self, request: ask.QueryAudit) -> Any:
+        engine = self._engine
+        await engine.audit.settled()
+        return await engine.runtime.read(
+            lambda: list(
+                engine.audit.log.records(
+                    message=request.message, actor=request.actor, since_us=request.since_us,
+                    until_us=request.until_us, operation=request.operation,
+                )
+            )
+        )  # fmt: skip
+
+    async def _verify_audit(self, request: ask.VerifyAudit) -> Any:
+        await self._engine.audit.settled()
+        return await self._engine.runtime.read(self._engine.audit.log.verify)
+
+    async def _export_audit(self, request: ask.ExportAudit) -> Any:
+        engine = self._engine
+        await engine.audit.settled()
+        target = RealDisk(request.folder)
+        target.make_dir("")
+        at_us = engine.runtime.wall_us()
+        return await engine.runtime.read(lambda: engine.audit.log.export(target, at_us=at_us))
+
+    async def _pressure(self, request: ask.Pressure) -> dict[str, Any]:
+        engine = self._engine
+        written = engine.journal.written_bytes + engine.housekeeper.bytes_out
+        return {
+            "commits": engine.commits.commits,
+            "journal_bytes": engine.journal.written_bytes,
+            "backlog_bytes": engine.brake.backlog_bytes,
+            "segment_bytes": engine.log.manifest.total_bytes,
+            "sealed_in_bytes": engine.housekeeper.bytes_in,
+            "sealed_out_bytes": engine.housekeeper.bytes_out,
+            "write_amplification": written / max(1, engine.journal.written_bytes),
+            "problem": engine.housekeeper.problem,
+        }
+
+
+def _either(first: Any, second: Any) -> Any:
+    return second if first is None else first
+
+
+def _plain(spec: TopicSpec) -> dict[str, Any]:
+    return {
+        "partitions": spec.partitions,
+        "retention_age_s": None if spec.retention_age_s is None else str(spec.retention_age_s),
+        "retention_bytes": spec.retention_bytes,
+        "write_once": None if spec.write_once is None else str(spec.write_once),
+    }

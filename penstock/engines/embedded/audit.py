@@ -1,0 +1,148 @@
+"""The audit trail of an embedded engine: copies operators' actions from the journal to the chain.
+
+An action and its audit entry are one journal entry, so neither exists without the other. The chain
+follows a moment later; until it has an entry the journal keeps it, and after a crash the next life
+catches up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from penstock.core.audit import AuditEntry, State
+from penstock.core.entry import Audited, as_recovered
+from penstock.engines.embedded.batching import Submission
+from penstock.engines.embedded.runtime import Errands
+from penstock.log.audit_log import AuditLog
+from penstock.log.audit_reader import AuditReader
+from penstock.log.manifest import AuditMark
+from penstock.model.errors import DiskRefused, PenstockError
+
+if TYPE_CHECKING:
+    from penstock.engines.embedded.engine import EmbeddedEngine
+
+log = logging.getLogger("penstock.engines")
+
+
+class AuditTrail:
+    """Appends to the audit chain, behind the commits and in their order."""
+
+    def __init__(self, engine: EmbeddedEngine, entropy: bytes) -> None:
+        recovered = engine.recovered
+        self._engine = engine
+        self.log = AuditLog.open(engine.disk, now_us=engine.runtime.wall_us(), entropy=entropy)
+        before = recovered.log.manifest.audit
+        self._continues = before is None or (
+            before.public_key == self.log.public_key
+            and AuditReader(engine.disk).holds(before.sequence, before.hash)
+        )
+        if before is not None and not self._continues:
+            log.warning(
+                "the audit chain lacks records that it had: %d of key %s. Run `penstock audit verify`",
+                before.sequence, before.public_key[:16],
+            )  # fmt: skip
+        self.position = recovered.position
+        """Everything before this journal position is in the chain."""
+        self._turn = asyncio.Lock()
+        self._errands = Errands()
+        self.failure: str | None = None
+        """Why nothing more is chained in this life; the next one catches up."""
+        self._late = [_chained(entry, ref) for ref, entry in recovered.audited]
+        """What the last life left in the journal only."""
+        try:
+            self.log.append_missing(self._late)
+            self._late = []
+        except DiskRefused:  # no reason not to start: it is in the journal, and follows
+            self.position = self._late[0].ref
+
+    def start(self) -> None:
+        """Catch up with what the last life could not chain, as soon as there is room."""
+        if self._late:
+            self._follow(self._late, self._engine.recovered.position)
+
+    def mark(self) -> AuditMark | None:
+        """How far the chain reaches, where the manifest does not know it yet.
+
+        What a lost chain had stays known there: another one does not take its place.
+        """
+        head = self.log.head
+        found = AuditMark(head.sequence, head.hash, self.log.public_key)
+        known = found == self._engine.log.manifest.audit or not head.sequence
+        return None if known or not self._continues else found
+
+    def entry(
+        self,
+        actor: str,
+        operation: str,
+        target: str,
+        prior: State,
+        result: State,
+        reason: str = "",
+    ) -> Audited:
+        """What goes into the journal together with the action itself."""
+        at_us = self._engine.runtime.wall_us()
+        return as_recovered(Audited(at_us, actor, operation, [target], reason, prior, result))
+
+    def committed(self, submissions: Sequence[Submission], end: int) -> None:
+        """A commit that ends at `end` is durable: chain the actions in it."""
+        entries = [
+            _chained(entry, submission.position + number)
+            for submission in submissions
+            for number, entry in enumerate(
+                entry for entry in submission.written if isinstance(entry, Audited)
+            )
+        ]
+        if entries:
+            self._follow(entries, end)
+        elif not self._errands and self.failure is None:
+            self.position = end
+
+    def _follow(self, entries: list[AuditEntry], end: int) -> None:
+        self._errands.add(self._engine.spawn(self._append(entries, end)))
+
+    async def _append(self, entries: list[AuditEntry], end: int) -> None:
+        async with self._turn:
+            # While it is not in the chain it must stay in the journal: nothing is sealed past it.
+            while self.failure is None and not self._errands.ending:
+                try:
+                    await self._engine.runtime.read(self.log.append_missing, entries)
+                    self._errands.full = None
+                    self.position = max(self.position, end)
+                    return
+                except DiskRefused as error:
+                    await self._errands.waits(error)
+                except PenstockError as error:
+                    self.failure = error.message
+                    raise
+
+    async def settled(self) -> None:
+        """Return when all that is committed is in the chain; raises DiskRefused when that waits for the disk."""
+        try:
+            await self._errands.settled()
+        except DiskRefused as error:
+            raise type(error)(
+                f"the audit trail lacks the last actions; the journal has them, and nothing is lost: "
+                f"{error.message}",
+                **error.data,
+            ) from error
+
+    async def end(self) -> None:
+        """Append what there is room for, and leave the rest to the next life."""
+        with contextlib.suppress(DiskRefused):
+            await self.settled()
+        await self._errands.end()  # the file is closed next: nobody may be writing to it
+
+    def close(self) -> None:
+        """Sign the end and release the files."""
+        self.log.close()
+
+
+def _chained(entry: Audited, ref: int) -> AuditEntry:
+    return AuditEntry(
+        at_us=entry.at_us, actor=entry.actor, operation=entry.operation, targets=entry.targets,
+        reason=entry.reason, prior=entry.prior, result=entry.result, ref=ref,
+    )  # fmt: skip

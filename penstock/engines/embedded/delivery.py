@@ -1,0 +1,774 @@
+"""Deliveries of the embedded engine: leased events in the hands of a consumer.
+
+Cold lines: leased events that must be read from files, and reach each member in its order.
+
+A member gets its leases in the order in which they were made (Y3), so one that is at hand waits behind
+one that is not. Each is read on its own, the first ones side by side, and in pieces; the next piece is
+put when the member has taken the last. So however much it was leased, little of it lies in memory (Q7).
+Members do not wait for each other.
+
+The dispatcher: runs the delivery machines of all queue groups and feeds their members.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from functools import partial
+from itertools import chain, islice
+from typing import Any, TypeVar
+
+from penstock.core import delivery as intervention
+from penstock.core.admission import AdmissionLimits, Windows
+from penstock.core.delivery import (
+    BACK_WITHOUT,
+    MAX_LEASE_EVENTS,
+    QueueGroup,
+    adopt,
+    release,
+    take_back,
+)
+from penstock.core.entry import Entry, GroupSpec
+from penstock.core.lease import OUT, STATES, Lane, Lease, Member, Run, check_span
+from penstock.engines.embedded.reader import load
+from penstock.engines.embedded.runtime import Runtime
+from penstock.log.event_log import EventLog, InMemory
+from penstock.log.handovers import Handovers
+from penstock.model.batch import EventBatch
+from penstock.model.errors import BusClosed, Fenced, OffsetExpired, PenstockError
+from penstock.model.event import Event
+
+# -- handle ---------------------------------------------------------------------------------------
+
+
+TIME_TO_LIVE = "its time to live was over"
+
+
+class Stretch:
+    """Neighbours of one lease in the hands of a consumer; `index` counts from the first of them.
+
+    Offsets and no events: those of a client lie in its memory, and need not lie in the broker's.
+    """
+
+    __slots__ = ("_touched", "attempt", "count", "group", "lease", "now", "shift")
+
+    def __init__(
+        self,
+        group: QueueGroup,
+        lease: Lease,
+        shift: int,
+        count: int,
+        now: Callable[[], float],
+        touched: Callable[[QueueGroup], None],
+    ) -> None:
+        self.group = group
+        self.lease = lease
+        self.attempt = lease.attempt
+        self.shift = shift
+        """Where in the lease it begins."""
+        self.count = count
+        self.now = now
+        self._touched = touched
+
+    @property
+    def open(self) -> int:
+        """How many of its events are not settled."""
+        return self.lease.states.count(OUT, self.shift, self.shift + self.count)
+
+    def ack(self, index: int) -> None:
+        """Done."""
+        self.group.ack(self.lease, index + self.shift, self.now())
+        self._touched(self.group)
+
+    def ack_run(self, run: range) -> bool:
+        """Neighbours are done; False, and nothing done, when each needs a look of its own."""
+        start = run.start + self.shift
+        acked = self.group.ack_run(self.lease, start, start + len(run), self.now())
+        if acked:
+            self._touched(self.group)
+        return acked
+
+    def nack(self, index: int, delay_s: float | None, reason: str) -> None:
+        """Again, later."""
+        self.group.nack(self.lease, index + self.shift, self.now(), delay_s, reason)
+        self._touched(self.group)
+
+    def extend(self, index: int, seconds: float | None) -> None:
+        """More time."""
+        if self.group.extend(self.lease, index + self.shift, self.now(), seconds):
+            self._touched(self.group)
+
+    def give_back(self, index: int) -> None:
+        """Again, at once: it was not worked on, or not to an end, and no attempt is counted."""
+        lease, at = self.lease, index + self.shift
+        self.group.give_back(lease, at, self.now())
+        if lease.mark is not None and lease.states.count(OUT, 0, len(lease.deadlines)) == 0:
+            lease.mark[0] = 0
+        self._touched(self.group)
+
+    def handed(self, start: int, stop: int, left_s: float | None = None) -> None:
+        """The consumer is given these events: their leases run from now, or for what is left of them."""
+        check_span("left_s", left_s)
+        lease, shift = self.lease, self.shift
+        deadline = self.now() + (self.group.spec.lease_s if left_s is None else left_s)
+        if start >= stop:
+            return
+        if left_s is not None:
+            self.group.look_at(lease, deadline)
+        first, last = max(shift + start, len(lease.deadlines)), shift + stop
+        if first < last:
+            lease.hand(first, deadline)
+            lease.deadlines += [deadline] * (last - first - 1)
+        elif not lease.handed(last - 1):  # later events of the lease came before
+            for index in range(shift + start, last):
+                if not lease.handed(index):
+                    lease.deadlines[index] = deadline
+        self._note(last)
+
+    def _note(self, stop: int) -> None:
+        """Keep for the time after a crash how far the lease was handed out."""
+        lease = self.lease
+        mark = lease.mark
+        if mark is None:
+            mark = lease.mark = self.group.mark(lease)
+        if mark[0] < lease.start + stop:
+            mark[0] = lease.start + stop
+
+    def reject(self, index: int, reason: str) -> None:
+        """Dead."""
+        self.group.reject(self.lease, index + self.shift, self.now(), reason)
+        self._touched(self.group)
+
+
+class LeasedBatch(Stretch):
+    """A stretch of one lease that lies in one batch, with its events."""
+
+    __slots__ = ("_events", "_next", "_wall_us", "batch")
+
+    def __init__(
+        self,
+        group: QueueGroup,
+        lease: Lease,
+        batch: EventBatch,
+        now: Callable[[], float],
+        touched: Callable[[QueueGroup], None],
+        wall_us: Callable[[], int],
+    ) -> None:
+        super().__init__(group, lease, batch.base_offset - lease.start, batch.count, now, touched)
+        self.batch = batch
+        self._wall_us = wall_us
+        self._next = 0
+        self._events: list[Event] | None = None
+
+    def hand(self) -> Event | None:
+        """The next event, its lease running from now."""
+        events = self._events
+        if events is None:
+            attempt, batch = self.attempt, self.batch
+            events = self._events = [
+                Event(batch, index, key, payload, headers, attempt, self)
+                for index, (key, payload, headers) in enumerate(
+                    zip(batch.keys(), batch.payloads(), batch.headers(), strict=True)
+                )
+            ]
+        lease = self.lease
+        while self._next < len(events):
+            event = events[self._next]
+            index = self._next + self.shift
+            self._next += 1
+            # Others were filtered out, expired or returned before they could be handed over.
+            if lease.states[index] != OUT or self._is_over(event):
+                continue
+            lease.hand(index, self.now() + self.group.spec.lease_s)
+            self._note(index + 1)
+            return event
+        self._events = None
+        return None
+
+    def _is_over(self, event: Event) -> bool:
+        """Whether the time to live of an event has passed; it is a dead letter then."""
+        expires = self.batch.expires
+        if expires is None or not 0 < expires[event.index] <= self._wall_us():
+            return False
+        self.reject(event.index, TIME_TO_LIVE)
+        return True
+
+    def fresh(self, skip: Sequence[int]) -> int:
+        """How many of its events, without some, the group gets for the first time."""
+        if self.attempt != 1:
+            return 0
+        known = self.lease.lane.known - self.batch.base_offset
+        if known <= 0:
+            return self.batch.count - len(skip)
+        return max(0, self.batch.count - known - sum(index >= known for index in skip))
+
+    def without_events(self) -> Stretch:
+        """What is left to keep when the events were sent."""
+        return Stretch(self.group, self.lease, self.shift, self.count, self.now, self._touched)
+
+
+class Unread:
+    """A lease whose events must be read from files before they reach its member."""
+
+    __slots__ = ("lease", "reading")
+
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
+        self.reading: asyncio.Task[list[EventBatch]] | None = None
+        """None until its turn is near."""
+
+
+class Inbox:
+    """What one member was given and has not looked at yet."""
+
+    def __init__(self, group: QueueGroup, member: Member, leave: Callable[[Inbox], None]) -> None:
+        self.group = group
+        self.member = member
+        self.taker: Callable[[LeasedBatch], bool] | None = None
+        """Takes what arrives at once, if it can; what it does not take waits for `receive`."""
+        self.line: deque[Unread] = deque()
+        """Leases whose events are being read from files, and those behind them: put in this order."""
+        self._leave = leave
+        self._waiting: deque[LeasedBatch] = deque()
+        self._getter: asyncio.Future[None] | None = None
+        self._emptied: asyncio.Future[None] | None = None
+        self._stopped: PenstockError | None = None
+        self._left = False
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing waits for `receive`."""
+        return not self._waiting
+
+    def put(self, delivery: LeasedBatch) -> None:
+        """Something arrived."""
+        if self._stopped is not None:
+            return  # what lies before it may be missing; all of it returns when the member leaves
+        if self.taker is not None and not self._waiting and self.taker(delivery):
+            return
+        self._waiting.append(delivery)
+        _wake(self._getter)
+
+    def stop(self, error: PenstockError) -> None:
+        """Nothing will arrive any more."""
+        self._stopped = error
+        _wake(self._getter)
+        _wake(self._emptied)
+
+    async def receive(self) -> LeasedBatch:
+        """Wait for the next stretch of events."""
+        while not self._waiting:
+            if self._stopped is not None:
+                raise self._stopped
+            self._getter = asyncio.get_running_loop().create_future()
+            await self._getter
+        delivery = self._waiting.popleft()
+        if not self._waiting:
+            _wake(self._emptied)
+        return delivery
+
+    async def emptied(self) -> None:
+        """Wait until nothing waits for `receive`, or nothing will arrive any more."""
+        while self._waiting and self._stopped is None:
+            self._emptied = asyncio.get_running_loop().create_future()
+            await self._emptied
+
+    async def close(self) -> None:
+        """Leave the group."""
+        self.leave()
+
+    def leave(self) -> None:
+        """Leave the group; what was not settled returns to it."""
+        if self._left:
+            return
+        self._left = True
+        if self._stopped is None:
+            self._stopped = BusClosed("the subscription is closed; subscribe again")
+        self._leave(self)
+        _wake(self._getter)
+        _wake(self._emptied)
+
+
+def _wake(waiter: asyncio.Future[None] | None) -> None:
+    if waiter is not None and not waiter.done():
+        waiter.set_result(None)
+
+
+# -- coldline -------------------------------------------------------------------------------------
+
+
+T = TypeVar("T")
+READ_AHEAD = 2  # leases of one member: the second is read while the first is sent
+Put = Callable[[QueueGroup, Inbox, Lease, Sequence[EventBatch]], None]
+
+
+class ColdLines:
+    """The lines of all members of one engine; where each stands is in its inbox."""
+
+    def __init__(
+        self, log: EventLog, runtime: Runtime, put: Put, touched: Callable[[QueueGroup], None]
+    ) -> None:
+        self._log = log
+        self._runtime = runtime
+        self._put = put
+        self._touched = touched
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def add(self, group: QueueGroup, inbox: Inbox, lease: Lease) -> None:
+        """Begin to read a lease's events; they are put behind what the member was leased before."""
+        inbox.line.append(Unread(lease))
+        self._begin(inbox)
+        if len(inbox.line) == 1:
+            self._spawn(self._serve(group, inbox))
+
+    def _begin(self, inbox: Inbox) -> None:
+        for each in islice(inbox.line, READ_AHEAD):
+            if each.reading is None:
+                each.reading = self._spawn(self._read(each.lease, each.lease.start))
+
+    async def _serve(self, group: QueueGroup, inbox: Inbox) -> None:
+        line = inbox.line
+        try:
+            while line:
+                await self._deliver(group, inbox, line[0])
+                line.popleft()
+                self._begin(inbox)
+        except Exception as error:
+            if not isinstance(error, PenstockError):
+                error = PenstockError(
+                    f"leased events could not be read: {error!r}. They return to the group"
+                )
+            inbox.stop(error)
+        finally:
+            for each in line:
+                if each.reading is not None:
+                    each.reading.cancel()
+            line.clear()
+
+    async def _deliver(self, group: QueueGroup, inbox: Inbox, unread: Unread) -> None:
+        lease = unread.lease
+        offset = lease.start
+        while True:
+            assert unread.reading is not None  # it is the first
+            try:
+                batches = await unread.reading
+            except OffsetExpired as error:
+                offset = self._skip(group, lease, offset, error)
+            else:
+                if not batches:
+                    return  # the topic was deleted meanwhile, or the member is gone
+                await inbox.emptied()
+                self._put(group, inbox, lease, batches)
+                offset = batches[-1].end_offset
+                del batches  # they may be large, and the next ones are read meanwhile
+            following = lease.states.find(OUT, offset - lease.start)
+            if following < 0:
+                return  # all was put, or what is left was taken back meanwhile
+            offset = lease.start + following
+            unread.reading = self._spawn(self._read(lease, offset))
+
+    def _skip(self, group: QueueGroup, lease: Lease, offset: int, error: OffsetExpired) -> int:
+        """Retention overtook the group: what is gone cannot be delivered. Returns where to go on."""
+        first: int = min(lease.start + lease.count, max(error.first_offset, offset + 1))
+        for index in range(offset - lease.start, first - lease.start):
+            if lease.states[index] == OUT:
+                group.ack(lease, index, self._runtime.now())
+        self._touched(group)
+        return first
+
+    async def _read(self, lease: Lease, offset: int) -> list[EventBatch]:
+        if not lease.open:
+            return []
+        lane, limit = lease.lane, lease.start + lease.count - offset
+        return await load(self._log, self._runtime, lane.topic, lane.partition, offset, limit)
+
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # the line has told it, or has ended before anybody wanted to know
+
+    async def close(self) -> None:
+        """Read no more."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+# -- dispatcher -----------------------------------------------------------------------------------
+
+
+class Dispatcher:
+    """All queue groups of one engine."""
+
+    def __init__(
+        self,
+        log: EventLog,
+        runtime: Runtime,
+        handovers: Handovers,
+        limits: AdmissionLimits,
+        *,
+        hurry: Callable[[], None],
+        mention: Callable[[], None],
+        bury: Callable[[QueueGroup], None],
+    ) -> None:
+        self.groups: dict[str, QueueGroup] = {}
+        self.failures = [0] * len(STATES)
+        """Of all groups, those that are gone included."""
+        self.windows = Windows(limits, self.touched)
+        self.paused = False
+        """Nothing more is leased: the process is about to end."""
+        self._log = log
+        self._runtime = runtime
+        self._handovers = handovers
+        self._hurry = hurry
+        self._mention = mention
+        self._bury = bury
+        self._inboxes: dict[tuple[str, str], Inbox] = {}
+        self._new_leases: list[Lease] = []
+        self._news: dict[str, QueueGroup] = {}
+        self._soon: set[str] = set()
+        self._loading: dict[str, Run] = {}
+        """What is being read for each machine that wants to look at it."""
+        self._alarms: dict[str, tuple[float, asyncio.TimerHandle]] = {}
+        """When each machine is to be looked at again; handles of uvloop do not say it themselves."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._cold = ColdLines(log, runtime, self._put, self.touched)
+        self._owner: dict[int, QueueGroup] = {}
+
+    # -- groups and members --------------------------------------------------------------------
+
+    def add(self, name: str, spec: GroupSpec, fence: int) -> QueueGroup:
+        """Run the machine of a group."""
+        group = self.groups[name] = QueueGroup(name, spec, fence=fence)
+        group.peek_keys = self._peek_keys
+        group.peek_priorities = self._peek_priorities
+        group.failures = self.failures
+        group.mark = partial(self._handovers.mark, name)
+        return group
+
+    def forget_handed(self, group: QueueGroup, only: tuple[str, int] | None = None) -> None:
+        """A group is somewhere else: what consumers were handed before does not count there."""
+        self._handovers.forget(group.name, only)
+
+    def remove(self, name: str, error: PenstockError) -> None:
+        """A group is gone: its members hear why, and what they hold is nobody's.
+
+        Settled later, it would count for the next group of this name.
+        """
+        gone = self.groups.pop(name, None)
+        self._news.pop(name, None)
+        self._soon.discard(name)
+        if gone is None:
+            return
+        self.forget_handed(gone)
+        intervention.end(gone)
+        if name in self._alarms:
+            self._alarms.pop(name)[1].cancel()
+        for member in gone.members:
+            inbox = self._inboxes.pop((name, member), None)
+            if inbox is not None:
+                inbox.stop(error)
+                self.windows.left(inbox.member)
+
+    def join(self, name: str, member_id: str, max_inflight: int, tenant: str) -> Inbox:
+        """A consumer of a tenant begins to receive; one that is there under its name gets no more."""
+        group = self.groups[name]
+        former = self._inboxes.get((name, member_id))
+        if former is not None:
+            words = f"another consumer joined {name!r} as {member_id!r}"
+            former.stop(Fenced(f"{words}; this one gets no more"))
+            self.windows.left(former.member)
+        member = group.join(member_id, max_inflight, self._runtime.now())
+        self.windows.joined(member, tenant, max_inflight)
+        inbox = self._inboxes[name, member_id] = Inbox(group, member, self._leave)
+        self.pump(group)
+        return inbox
+
+    def adopt(
+        self, inbox: Inbox, place: tuple[str, int], start: int, count: int, attempt: int
+    ) -> Stretch | None:
+        """A member came back after a crash of this process: give it what it held, if it can be."""
+        group, now = inbox.group, self._runtime.now
+        lane = group.lanes.get(place)
+        if lane is None or not 0 < count <= MAX_LEASE_EVENTS:
+            return None
+        lease = adopt(group, lane, start, count, attempt, inbox.member, now())
+        return None if lease is None else Stretch(group, lease, 0, count, now, self.touched)
+
+    def release(self, inbox: Inbox, *, alone: bool) -> None:
+        """A member that is back holds what it adopted, and no more; `alone`: nor does anybody else."""
+        group, member = inbox.group, inbox.member
+        if self._inboxes.get((group.name, member.id)) is inbox:  # nobody took its place meanwhile
+            release(group, self._runtime.now(), None if alone else member.id)
+            self.touched(group)
+
+    def take_back(
+        self,
+        inbox: Inbox,
+        kept: Iterable[Stretch],
+        reason: str = BACK_WITHOUT,
+        *,
+        away: bool = False,
+    ) -> None:
+        """A member has no more than this of what it was leased; `away`: others go before it now."""
+        group, member = inbox.group, inbox.member
+        has: dict[int, set[int]] = {}
+        for each in kept:
+            indices = range(each.shift, each.shift + each.count)
+            has.setdefault(each.lease.fence, set()).update(indices)
+        take_back(group, member, has, self._runtime.now(), reason)
+        member.away = member.away or away
+        self.touched(group)
+
+    def back(self, inbox: Inbox) -> None:
+        """A member that was away takes events again, behind those that took over from it."""
+        group, member = inbox.group, inbox.member
+        if member.away and group.members.get(member.id) is member:
+            group.members[member.id] = group.members.pop(member.id)
+            member.away = False
+            self.touched(group)
+
+    def _leave(self, inbox: Inbox) -> None:
+        # By now group or member may be another of the same name, which stays.
+        group, member = inbox.group, inbox.member
+        if self._inboxes.get((group.name, member.id)) is inbox:
+            del self._inboxes[group.name, member.id]
+        if self.groups.get(group.name) is group and group.members.get(member.id) is member:
+            group.leave(member.id, self._runtime.now())
+            self.touched(group)
+        self.windows.left(inbox.member)
+
+    def limit(self, limits: AdmissionLimits) -> None:
+        """New limits are in force: members may get more than they could before."""
+        self.windows.reload(limits)
+        for group in self.groups.values():
+            self.touched(group)
+
+    def members(self, name: str) -> list[str]:
+        """Who consumes for a group."""
+        return sorted(self.groups[name].members)
+
+    # -- the pump ------------------------------------------------------------------------------
+
+    def arrived(
+        self, group: QueueGroup, place: tuple[str, int], end: int, prioritised: bool
+    ) -> None:
+        """Committed events may be handed out; `pump` must follow."""
+        lane = group.lanes.get(place)
+        if lane is not None:
+            group.arrived(lane, end, prioritised=prioritised)
+
+    def touched(self, group: QueueGroup) -> None:
+        """A member settled something, or left: dispatch once for all of this turn of the loop."""
+        name = group.name
+        if name not in self._soon and self.groups.get(name) is group:
+            self._soon.add(name)
+            self._news[name] = group
+            self._mention()
+            asyncio.get_running_loop().call_soon(self._pump_soon, group)
+
+    def _pump_soon(self, group: QueueGroup) -> None:
+        self._soon.discard(group.name)
+        self.pump(group)
+
+    def pump(self, group: QueueGroup) -> None:
+        """Give out what members have credit for."""
+        if self.groups.get(group.name) is not group:
+            return
+        leases = [] if self.paused else group.dispatch(self._runtime.now())
+        if group.doomed:
+            self._bury(group)
+        if leases:
+            for lease in leases:
+                self._owner[id(lease)] = group
+            self._new_leases += leases
+            self._news[group.name] = group
+            self._hurry()
+        elif group.has_news():
+            self._news[group.name] = group
+            self._mention()
+        run = group.starved
+        if run is not None and self._loading.get(group.name) is not run:
+            self._loading[group.name] = run
+            self._spawn(self._load_for(group, run))
+        due = group.next_due()
+        if due is not None:
+            self._arm(group, due)
+
+    def _arm(self, group: QueueGroup, due: float) -> None:
+        if group.name in self._alarms:
+            earlier, alarm = self._alarms[group.name]
+            if earlier <= due:
+                return
+            alarm.cancel()
+        loop = asyncio.get_running_loop()
+        self._alarms[group.name] = (due, loop.call_at(due, self._ring, group))
+
+    def _ring(self, group: QueueGroup) -> None:
+        self._alarms.pop(group.name, None)
+        self.pump(group)
+
+    # -- for the commit loop -------------------------------------------------------------------
+
+    def news_bytes(self) -> int:
+        """An upper bound on what `drain` would return takes in the journal."""
+        return sum(group.news_bytes() for group in self._news.values())
+
+    def drain(self) -> tuple[list[Entry], list[Lease]]:
+        """Entries of all machines, and the leases that go out once they are durable."""
+        entries: list[Entry] = []
+        for group in self._news.values():
+            entries += group.drain()
+        leases, self._new_leases, self._news = self._new_leases, [], {}
+        return entries, leases
+
+    def deliver(self, leases: Sequence[Lease]) -> None:
+        """The leases are durable: hand the events to the members."""
+        for lease in leases:
+            group = self._owner.pop(id(lease))
+            inbox = self._inboxes.get((group.name, lease.member.id))
+            if inbox is None or not lease.open:
+                continue
+            if inbox.line:  # nothing overtakes what is being read from files
+                self._cold.add(group, inbox, lease)
+                continue
+            lane = lease.lane
+            try:
+                sources = self._log.plan(lane.topic, lane.partition, lease.start, lease.count)
+            except OffsetExpired:
+                self._cold.add(group, inbox, lease)  # it sees what is left
+                continue
+            if all(isinstance(source, InMemory) for source in sources):
+                self._put(group, inbox, lease, self._log.load(sources, lease.start, lease.count))
+            else:
+                self._cold.add(group, inbox, lease)
+
+    def _put(
+        self, group: QueueGroup, inbox: Inbox, lease: Lease, batches: Sequence[EventBatch]
+    ) -> None:
+        for batch in batches:
+            if batch.expires is not None:
+                self._drop_expired(group, lease, batch)
+            if group.spec.filter:
+                self._filter(group, lease, batch)
+            runtime = self._runtime
+            inbox.put(LeasedBatch(group, lease, batch, runtime.now, self.touched, runtime.wall_us))
+
+    def _drop_expired(self, group: QueueGroup, lease: Lease, batch: EventBatch) -> None:
+        now_us, now = self._runtime.wall_us(), self._runtime.now()
+        assert batch.expires is not None
+        for index, expires in enumerate(batch.expires.tolist()):
+            at = batch.base_offset + index - lease.start
+            if 0 < expires <= now_us and lease.states[at] == OUT:
+                group.reject(lease, at, now, TIME_TO_LIVE)
+                self.touched(group)
+
+    def _filter(self, group: QueueGroup, lease: Lease, batch: EventBatch) -> None:
+        now = self._runtime.now()
+        for index, headers in enumerate(batch.headers()):
+            at = batch.base_offset + index - lease.start
+            if lease.states[at] == OUT and not group.spec.wants(headers):
+                group.ack(lease, at, now)
+        self.touched(group)
+
+    # -- looking ahead -------------------------------------------------------------------------
+
+    def _at_hand(self, lane: Lane, start: int, count: int) -> list[EventBatch] | None:
+        try:
+            sources = self._log.plan(lane.topic, lane.partition, start, count)
+        except OffsetExpired:
+            return None  # `_load_for` sees what is left
+        if not all(isinstance(source, InMemory) for source in sources):
+            return None
+        batches = self._log.load(sources, start, count)
+        return batches if sum(map(len, batches)) == count else None
+
+    def _peek_keys(self, lane: Lane, start: int, count: int) -> Sequence[bytes | None] | None:
+        batches = self._at_hand(lane, start, count)
+        return (
+            None
+            if batches is None
+            else list(chain.from_iterable(batch.keys() for batch in batches))
+        )
+
+    def _peek_priorities(self, lane: Lane, start: int, count: int) -> Sequence[int] | None:
+        batches = self._at_hand(lane, start, count)
+        if batches is None:
+            return None
+        return [
+            priority
+            for batch in batches
+            for priority in (
+                [0] * batch.count if batch.priority is None else batch.priority.tolist()
+            )
+        ]
+
+    async def _load_for(self, group: QueueGroup, run: Run) -> None:
+        try:
+            await self._load(group, run)
+        finally:
+            if self._loading.get(group.name) is run:
+                del self._loading[group.name]
+
+    async def _load(self, group: QueueGroup, run: Run) -> None:
+        """Read what a machine wants to look at, then let it go on."""
+        keys: list[bytes | None] = []
+        priorities: list[int] = []
+        offset, stop = run.start, run.start + run.count
+        while offset < stop:
+            try:
+                sources = self._log.plan(run.lane.topic, run.lane.partition, offset, stop - offset)
+                batches = await self._runtime.read(self._log.load, sources, offset, stop - offset)
+            except OffsetExpired as error:  # retention overtook the group: `ColdLines` will see
+                gone = min(stop, max(error.first_offset, offset + 1)) - offset
+                keys += [None] * gone
+                priorities += [0] * gone
+                offset += gone
+                continue
+            except PenstockError as error:
+                self._stop_all(group, error)
+                return
+            if not batches:
+                return  # the topic was deleted meanwhile
+            for batch in batches:
+                keys += batch.keys()
+                priorities += (
+                    [0] * batch.count if batch.priority is None else batch.priority.tolist()
+                )
+            offset = batches[-1].end_offset
+        if group.starved is not run:
+            return
+        group.peek_keys = lambda lane, start, count: keys
+        group.peek_priorities = lambda lane, start, count: priorities
+        group.loaded()
+        group.peek_keys, group.peek_priorities = self._peek_keys, self._peek_priorities
+        self.pump(group)
+
+    def _stop_all(self, group: QueueGroup, error: PenstockError) -> None:
+        for (name, _), inbox in self._inboxes.items():
+            if name == group.name:
+                inbox.stop(error)
+
+    def _spawn(self, work: object) -> None:
+        task = asyncio.ensure_future(work)  # type: ignore[call-overload]
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self, error: PenstockError) -> None:
+        """Stop all members and machines."""
+        for _, alarm in self._alarms.values():
+            alarm.cancel()
+        self._alarms.clear()
+        for inbox in list(self._inboxes.values()):
+            inbox.stop(error)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._cold.close()

@@ -1,0 +1,92 @@
+"""Reading stored events back: what the embedded engine and the follower share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from penstock.engines.embedded.runtime import Runtime
+from penstock.log.event_log import EventLog, InMemory
+from penstock.model.batch import EventBatch
+from penstock.model.errors import Corrupted, OffsetExpired
+from penstock.model.event import Event
+
+# What one read returns at the most, a row group of a segment: enough to hide the hand-over to a
+# thread, small enough to stay in cache.
+READ_EVENTS = 65_536
+# A caller that waited less than this for the next batches is slower than the disk.
+CALLER_WAITS_S = 0.002
+
+
+async def load(
+    log: EventLog,
+    runtime: Runtime,
+    topic: str,
+    partition: int,
+    offset: int,
+    limit: int,
+) -> list[EventBatch]:
+    """Batches from `offset` on; from a thread unless all of them are at hand."""
+    sources = log.plan(topic, partition, offset, limit)
+    if all(isinstance(source, InMemory) for source in sources):
+        return log.load(sources, offset, limit)
+    try:
+        return await runtime.read(log.load, sources, offset, limit)
+    except (Corrupted, FileNotFoundError):
+        # A file that was sealed and reclaimed since the plan was made is not damage.
+        log.refresh()
+        again = log.plan(topic, partition, offset, limit)
+        if again == sources:
+            raise
+        return await runtime.read(log.load, again, offset, limit)
+
+
+async def stored_batches(
+    log: EventLog, runtime: Runtime, topic: str, partition: int, start: int, stop: int | None
+) -> AsyncIterator[EventBatch]:
+    """Stored batches in order; the next ones are read while the caller works on these."""
+    end = log.partition(topic, partition).end
+    stop = end if stop is None else min(stop, end)
+
+    def fetch(offset: int, use_threads: bool) -> asyncio.Future[list[EventBatch]]:
+        limit = min(READ_EVENTS, stop - offset)
+        sources = log.plan(topic, partition, offset, limit)
+        if all(isinstance(source, InMemory) for source in sources):
+            at_hand: asyncio.Future[list[EventBatch]] = asyncio.get_running_loop().create_future()
+            at_hand.set_result(log.load(sources, offset, limit))
+            return at_hand
+        return runtime.begin_read(log.load, sources, offset, limit, use_threads)
+
+    ahead = fetch(start, True) if start < stop else None
+    try:
+        while ahead is not None:
+            asked_at = runtime.now()
+            try:
+                batches = await ahead
+            except (Corrupted, FileNotFoundError):  # perhaps the files only moved
+                limit = min(READ_EVENTS, stop - start)
+                batches = await load(log, runtime, topic, partition, start, limit)
+            # A caller that is slower than the disk keeps its core: decode beside it, not on it.
+            caller_waits = runtime.now() - asked_at > CALLER_WAITS_S
+            start = batches[-1].end_offset
+            ahead = fetch(start, caller_waits) if start < stop else None
+            for batch in batches:
+                yield batch
+    finally:
+        if ahead is not None:
+            ahead.cancel()
+            await asyncio.gather(ahead, return_exceptions=True)
+
+
+async def event_at(
+    log: EventLog, runtime: Runtime, topic: str, partition: int, offset: int
+) -> Event:
+    """One stored event."""
+    batches = await load(log, runtime, topic, partition, offset, 1)
+    if not batches:
+        first, end = log.bounds(topic, partition)
+        raise OffsetExpired(
+            f"{topic}/{partition}/{offset} does not exist; the log ends at {end}",
+            topic=topic, partition=partition, first_offset=first, end_offset=end,
+        )  # fmt: skip
+    return batches[0].event(0)

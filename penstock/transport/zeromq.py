@@ -1,0 +1,321 @@
+"""Where pyzmq comes in: one import, one message when it is missing, one check of keys.
+
+Pump: a raw ZeroMQ socket driven by the asyncio loop, and the events of such a socket.
+
+The descriptor of a ZeroMQ socket does not say that there is something to read. It becomes readable
+when the socket has anything to look at, and any call on the socket, `send` included, may swallow
+that sign. So whoever sends nudges the pump, and a turn that stops early comes again by itself.
+
+ZmqOutbox: frames on their way into one ZeroMQ connection, counted in bytes.
+
+libzmq takes whatever it is given and says neither how much it holds nor when it is gone, and its
+own limits count messages, of whatever size. So the outbox marks some of the parts: a part that is
+sent without copying stays alive until libzmq has written it, and everything before it, to the
+connection. Bytes before the oldest living mark are gone; what is behind is pending. Only a window
+of bytes is inside libzmq; the rest waits here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import struct
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from penstock.model.errors import InvalidSettings, MissingExtra
+from penstock.transport.tcp import KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES
+from penstock.wire.frame import Bytes
+
+# -- zmq_library ----------------------------------------------------------------------------------
+
+
+try:
+    import zmq
+    from zmq.utils import z85
+except ImportError as error:
+    raise MissingExtra(
+        "ZeroMQ needs the pyzmq package. Install it with: pip install 'penstock[server]'",
+        extra="server",
+    ) from error
+
+__all__ = ["client_context", "curve_key", "endpoint", "keep_alive", "zmq"]
+
+Socket = zmq.Socket[bytes]
+Context = zmq.Context[Socket]
+
+CURVE_KEY_BYTES = 32
+# A client connection takes two sockets of libzmq, whose own default stops at 1,023.
+MAX_SOCKETS = 65_536
+
+_context: tuple[int, Context] | None = None
+
+
+def client_context() -> Context:
+    """The context that all client connections of this process share: one thread for all of them."""
+    global _context
+    pid = os.getpid()
+    if _context is None or _context[0] != pid:  # a forked child has none of the threads
+        context: Context = zmq.Context()
+        context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+        _context = (pid, context)
+    return _context[1]
+
+
+def curve_key(text: str, setting: str) -> bytes:
+    """A CURVE key as libzmq takes it; raises InvalidSettings on anything but Z85 text.
+
+    >>> curve_key("too short", "server.curve_secret_key")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    penstock.model.errors.InvalidSettings: server.curve_secret_key is no CURVE key...
+    """
+    try:
+        key = text.encode("ascii")
+        if len(key) != 40 or len(z85.decode(key)) != CURVE_KEY_BYTES:
+            raise ValueError("wrong length")
+    except (ValueError, KeyError, struct.error) as error:
+        raise InvalidSettings(
+            f"{setting} is no CURVE key: give 40 characters of Z85, as penstock.server.transports.curve.make_keys makes them",
+            key=setting,
+        ) from error
+    return key
+
+
+def endpoint(host: str, port: int) -> str:
+    """The address as libzmq spells it.
+
+    >>> endpoint("::1", 5555), endpoint("", 5555)
+    ('tcp://[::1]:5555', 'tcp://*:5555')
+    """
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host or '*'}:{port}"
+
+
+def keep_alive(socket: Socket) -> None:
+    """No heartbeats of libzmq: the operating system notices a peer that is gone.
+
+    To send a PING on a connection that broke while its queue was full, libzmq 4.3.5 ends the whole
+    process ("Assertion failed: !_io_error").
+    """
+    socket.set(zmq.HEARTBEAT_IVL, 0)
+    socket.set(zmq.TCP_KEEPALIVE, 1)
+    socket.set(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
+    socket.set(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_INTERVAL_S)
+    socket.set(zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES)
+
+
+# -- zmq_pump -------------------------------------------------------------------------------------
+
+
+NOBLOCK = int(zmq.NOBLOCK)
+# event, value; a second part holds the endpoint
+_EVENT = struct.Struct("=Hi")
+_numbers = itertools.count()
+
+
+class Pump:
+    """Calls `receive` whenever a socket may have something to read.
+
+    `receive` reads until zmq.Again and returns False, or stops early to let others have the loop
+    and returns True.
+    """
+
+    __slots__ = ("_fd", "_loop", "_nudged", "_receive", "_running")
+
+    def __init__(self, socket: Socket, receive: Callable[[], bool]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._receive = receive
+        self._fd = int(socket.get(zmq.FD))
+        self._nudged = False
+        self._running = True
+        self._loop.add_reader(self._fd, self._turn)
+        self.nudge()
+
+    def nudge(self) -> None:
+        """The socket was used: have a look in this or the next turn of the loop."""
+        if not self._nudged and self._running:
+            self._nudged = True
+            self._loop.call_soon(self._turn)
+
+    def stop(self) -> None:
+        """Look no more; call it before the socket is closed."""
+        if self._running:
+            self._running = False
+            self._loop.remove_reader(self._fd)
+
+    def _turn(self) -> None:
+        self._nudged = False
+        if self._running and self._receive():
+            self.nudge()
+
+
+class Monitor:
+    """What happens to the connections of a socket: calls `on_event(event, value)` on the loop."""
+
+    def __init__(
+        self, context: Context, socket: Socket, events: int, on_event: Callable[[int, int], None]
+    ) -> None:
+        address = f"inproc://penstock-monitor-{next(_numbers)}"
+        self._watched = socket
+        self._on_event = on_event
+        socket.monitor(address, events)
+        self._socket = context.socket(zmq.PAIR)
+        self._socket.set(zmq.RCVHWM, 0)  # with a limit, libzmq's own thread would wait for us
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.connect(address)
+        self._pump = Pump(self._socket, self.drain)
+
+    def drain(self) -> bool:
+        """Report everything that has happened so far."""
+        while not self._socket.closed:
+            try:
+                event, value = _EVENT.unpack(self._socket.recv(NOBLOCK))
+                self._socket.recv(NOBLOCK)
+            except zmq.Again:
+                break
+            self._on_event(event, value)
+        return False
+
+    def close(self) -> None:
+        """Watch no more; call it before the watched socket is closed."""
+        if not self._socket.closed:
+            self._pump.stop()
+            self._watched.monitor(None, 0)
+            self._socket.close()
+
+
+# -- zmq_outbox -----------------------------------------------------------------------------------
+
+
+# Copying a part of this size takes as long as sending it without a copy does (about 15 us).
+COPY_BELOW_BYTES = 32 << 10
+# Small parts are marked, too, once this many bytes went out unmarked; so much is not counted.
+MARK_BYTES = 256 << 10
+# Bytes inside libzmq at once: a millisecond or two of a fast network.
+WINDOW_BYTES = 2 << 20
+# What libzmq needs for a part besides its bytes.
+PART_COST_BYTES = 96
+MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+GONE = frozenset({zmq.EHOSTUNREACH, zmq.EAGAIN})
+
+
+class _Mark(weakref.ref[memoryview]):
+    """A part that libzmq holds, and the bytes that are gone when it is."""
+
+    __slots__ = ("size_bytes",)
+    size_bytes: int
+
+
+class ZmqOutbox:
+    """Sends messages through a socket, to the peer `identity` if the socket is a ROUTER."""
+
+    __slots__ = (
+        "_held_bytes", "_identity", "_loop", "_marks", "_nudge", "_open", "_queue",
+        "_queued_bytes", "_socket", "_unmarked_bytes", "_unreachable", "_waiting",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        socket: Socket,
+        nudge: Callable[[], None],
+        unreachable: Callable[[], None],
+        identity: bytes = b"",
+    ) -> None:
+        self._socket = socket
+        self._nudge = nudge
+        self._unreachable = unreachable
+        self._identity = identity
+        self._loop = asyncio.get_running_loop()
+        self._queue: deque[Sequence[Bytes]] = deque()
+        self._queued_bytes = 0
+        self._marks: deque[_Mark] = deque()
+        self._held_bytes = 0
+        self._unmarked_bytes = 0
+        self._waiting = False
+        self._open = True
+
+    def put(self, message: Sequence[Bytes]) -> None:
+        """Send a message now, or as soon as there is room."""
+        if not self._open:
+            return
+        if not self._queue and not self._full():
+            self._transmit(message)
+            return
+        self._queue.append(message)
+        self._queued_bytes += sum(map(len, message))
+        self._waiting = True
+        # A mark may have died after the look and before it could know that somebody waits.
+        if not self._full():
+            self.flush()
+
+    def pending_bytes(self) -> int:
+        """Bytes that wait here or inside libzmq, up to the last MARK_BYTES."""
+        self._full()
+        return self._queued_bytes + self._held_bytes
+
+    def flush(self) -> None:
+        """Send what there is room for."""
+        while self._queue and not self._full():
+            message = self._queue.popleft()
+            self._queued_bytes -= sum(map(len, message))
+            self._transmit(message)
+        self._waiting = bool(self._queue)
+
+    def finish(self) -> None:
+        """Give everything to libzmq, window or not: the socket is about to close."""
+        while self._queue:
+            self._transmit(self._queue.popleft())
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what waits and take no more: the connection is gone."""
+        self._open = self._waiting = False
+        self._queue.clear()
+        self._queued_bytes = 0
+
+    def _full(self) -> bool:
+        marks = self._marks
+        while marks and marks[0]() is None:
+            self._held_bytes -= marks.popleft().size_bytes
+        return self._held_bytes >= WINDOW_BYTES
+
+    def _transmit(self, message: Sequence[Bytes]) -> None:
+        send = self._socket.send
+        try:
+            if self._identity:
+                send(self._identity, MORE)
+            last = len(message) - 1
+            for index, part in enumerate(message):
+                flags = MORE if index < last else NOBLOCK
+                size = len(part)
+                self._unmarked_bytes += size + PART_COST_BYTES
+                if size >= COPY_BELOW_BYTES or (
+                    index == last and size and self._unmarked_bytes >= MARK_BYTES
+                ):
+                    send(self._marked(part), flags, copy=False)
+                else:
+                    send(part, flags)
+        except zmq.ZMQError as error:
+            if error.errno not in GONE:
+                raise
+            self.clear()
+            self._unreachable()
+        self._nudge()
+
+    def _marked(self, part: Bytes) -> zmq.Frame:
+        view = memoryview(part)  # a new one, even of a view: nobody else holds it
+        mark = _Mark(view, self._released)
+        mark.size_bytes = self._unmarked_bytes
+        self._marks.append(mark)
+        self._held_bytes += self._unmarked_bytes
+        self._unmarked_bytes = 0
+        return zmq.Frame(view, copy=False)
+
+    def _released(self, _: weakref.ref[memoryview]) -> None:
+        """libzmq is through with a part. Runs in a thread of pyzmq, or anywhere."""
+        if self._waiting:
+            # After the loop has ended there is nobody left to send for.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self.flush)
