@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 import penstock
-from penstock.engines.embedded.runtime import Worker
+from penstock.engines.embedded.runtime import WorkerThread
 
 ROOT = Path(penstock.__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
@@ -52,7 +52,7 @@ def traced(bus: penstock.Bus) -> Iterator[list[str]]:
 def _renew_threads(runtime: Any) -> None:
     """A thread takes over the profile when it starts, and only then."""
     runtime._writer.close()
-    runtime._writer = Worker("writer")
+    runtime._writer = WorkerThread("writer")
     runtime._readers.shutdown()
     runtime._readers = ThreadPoolExecutor(1)
 

@@ -47,7 +47,7 @@ TRUTHS = {"True": True, "False": False}
 TRUE_OR_NOT = ("enabled", "write_once")
 
 
-class Desk:
+class AdminApi:
     """What all desks share: a bus to ask."""
 
     def __init__(self, bus: Bus) -> None:
@@ -58,7 +58,7 @@ class Desk:
         return self._bus.identity.subject
 
 
-class Topics(Desk):
+class Topics(AdminApi):
     """Topics: `bus.topics`.
 
     >>> import asyncio, penstock
@@ -148,7 +148,7 @@ class Topics(Desk):
         return await self._bus.ask(request)  # type: ignore[no-any-return]
 
 
-class Groups(Desk):
+class Groups(AdminApi):
     """Consumer groups: `bus.groups`."""
 
     async def list(self) -> GroupInfos:
@@ -187,7 +187,7 @@ class Groups(Desk):
         return await self._bus.ask(request)  # type: ignore[no-any-return]
 
 
-class DeadLetters(Desk):
+class DeadLetters(AdminApi):
     """Dead letters: `bus.dead_letters` (row T8).
 
     Changes name an actor for the audit trail; a broker that was shown a token knows it by itself.
@@ -273,7 +273,7 @@ class DeadLetters(Desk):
         return found
 
 
-class Audit(Desk):
+class Audit(AdminApi):
     """The audit chain: `bus.audit` (row T9)."""
 
     async def query(
@@ -312,7 +312,7 @@ class Audit(Desk):
         return found
 
 
-class Routes(Desk):
+class Routes(AdminApi):
     """The route catalogue: `bus.routes` (row T2)."""
 
     async def list(self) -> RouteRows:
@@ -353,7 +353,7 @@ class Routes(Desk):
         return found
 
 
-class Schedules(Desk):
+class Schedules(AdminApi):
     """Recurring events: `bus.schedules` (row T7)."""
 
     async def list(self) -> Definitions:

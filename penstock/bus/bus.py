@@ -15,7 +15,7 @@ from typing import Any, Self, TypeVar
 
 from penstock.bus import tracing
 from penstock.bus.admin import Audit, DeadLetters, Groups, Routes, Schedules, Topics
-from penstock.bus.drafting import MIN_TTL_S, Drafting, Key, Token, due_us
+from penstock.bus.drafting import MIN_TTL_S, DraftBuilder, Key, Token, due_us
 from penstock.bus.handler import Handler, handling
 from penstock.bus.replay import Window, replay_batches
 from penstock.bus.request_reply import Requests
@@ -81,7 +81,7 @@ class Bus:
         self.audit = Audit(self)
         self.routes = Routes(self)
         self.schedules = Schedules(self)
-        self.drafting = Drafting(settings, identity)
+        self.drafting = DraftBuilder(settings, identity)
         self._handlers: list[Handler] = []
         self._state = "new"
         self._requests = Requests(self)

@@ -75,7 +75,7 @@ MAX_KEY_CHARACTERS = 1 << 20  # of an idempotency key: it is hashed, never store
 MIN_TTL_S = 1e-6
 
 
-class Drafting:
+class DraftBuilder:
     """Turns what callers pass to publish into drafts; knows the identity and the defaults."""
 
     def __init__(self, settings: Settings, identity: Identity) -> None:

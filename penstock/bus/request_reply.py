@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.bus.drafting import MIN_TTL_S
 from penstock.core.entry import TopicSpec
 from penstock.engines import requests as administer
-from penstock.engines.embedded.dead_letters import Verdict
+from penstock.engines.embedded.dead_letters import RequestVerdict
 from penstock.model.errors import AlreadyExists, InvalidInput, RequestRejected, RequestTimedOut
 from penstock.model.event import CORRELATION, REJECTED, REPLY_TO, Event
 from penstock.model.topic import is_inbox
@@ -79,7 +79,7 @@ class Requests:
         finally:
             del self._waiting[correlation]
         if REJECTED in event.headers:
-            raise _rejected(topic, event.value(Verdict))
+            raise _rejected(topic, event.value(RequestVerdict))
         return event.value(type)
 
     async def _listening(self) -> None:
@@ -142,7 +142,7 @@ class Requests:
             await asyncio.gather(self._listener, return_exceptions=True)
 
 
-def _rejected(topic: str, verdict: Verdict) -> RequestRejected:
+def _rejected(topic: str, verdict: RequestVerdict) -> RequestRejected:
     return RequestRejected(
         f"the request on {topic!r} was given up by {verdict.consumer!r} at attempt {verdict.attempts}: "
         f"{verdict.reason}. It is a dead letter; correct the request, or replay it",

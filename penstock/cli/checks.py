@@ -314,11 +314,11 @@ def _wants_certificate(url: str, error: Exception) -> bool:
 
 def _with_key(settings: Settings) -> Settings:
     """Settings with a token that opens the broker, where its own keys are among them."""
-    from penstock.server.auth import Doorkeeper
+    from penstock.server.auth import Authenticator
 
     if settings.client.token or settings.client.token_file or not settings.auth.asks:
         return settings
-    door = Doorkeeper(settings.auth)
+    door = Authenticator(settings.auth)
     token = next(iter(door.keys.admin_tokens), "") or door.issue("default", "doctor", (ADMIN,), TOKEN_S)  # fmt: skip
     client = msgspec.structs.replace(settings.client, token=token)
     return msgspec.structs.replace(settings, client=client)
@@ -948,10 +948,10 @@ def _check_running(name: str, address: Address, running: Listening, wanted: bool
 
 def check_access(settings: Settings) -> Iterator[Check]:
     """Whether strangers are kept out."""
-    from penstock.server.auth import Doorkeeper, check_listen, is_loopback
+    from penstock.server.auth import Authenticator, check_listen, is_loopback
 
     auth, server = settings.auth, settings.server
-    door = Doorkeeper(auth)
+    door = Authenticator(auth)
     asks = door.asks
     found = addresses(server)
     for name, address in found.items():

@@ -28,9 +28,9 @@ def create(
 
     The broker needs the same secret. A token cannot be called back: keep its time short.
     """
-    from penstock.server.auth import Doorkeeper
+    from penstock.server.auth import Authenticator
 
-    token = Doorkeeper(invocation.settings().auth).issue(tenant, subject, roles, ttl_s)
+    token = Authenticator(invocation.settings().auth).issue(tenant, subject, roles, ttl_s)
     if invocation.json:
         output.print_json(
             {"token": token, "tenant": tenant, "subject": subject, "roles": list(roles), "ttl_s": ttl_s}

@@ -613,7 +613,7 @@ class Window:
                 self._wake(group)
 
 
-class Windows:
+class TenantCredit:
     """Gives every consumer its credit, by the limits in force.
 
     >>> from penstock.core.admission import TenantLimits

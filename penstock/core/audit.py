@@ -98,7 +98,7 @@ class Checkpoint(
     signature: str
 
 
-class FileHeader(
+class AuditFileHeader(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="header"
 ):
     """The first line of an audit file: ties it to the file before (`previous_file` 0: there is none)."""
@@ -123,7 +123,7 @@ class Head(msgspec.Struct, frozen=True):
     checkpoint: int = 0
 
 
-Entry = AuditRecord | Checkpoint | FileHeader
+Entry = AuditRecord | Checkpoint | AuditFileHeader
 
 _encoder = msgspec.json.Encoder(order="deterministic")
 _decoder = msgspec.json.Decoder(Entry)
@@ -455,12 +455,12 @@ class Verifier:
             return
         self._line = line
         starts = file is not None and file != self._file
-        if starts and not isinstance(entry, FileHeader):
+        if starts and not isinstance(entry, AuditFileHeader):
             self._file = file
             self._fail(
                 "removed", self._sequence + 1, "the file does not begin with its header line"
             )
-        elif isinstance(entry, FileHeader):
+        elif isinstance(entry, AuditFileHeader):
             self._header(entry, file, starts)
         elif isinstance(entry, Checkpoint):
             self._signed(entry)
@@ -583,7 +583,7 @@ class Verifier:
             return False
         return is_signed(data, checkpoint.public_key, checkpoint.signature)
 
-    def _header(self, header: FileHeader, file: str | None, starts: bool) -> None:
+    def _header(self, header: AuditFileHeader, file: str | None, starts: bool) -> None:
         first, expected, before = header.first_sequence, self._sequence + 1, self._file_first
         if file is not None and not starts:
             self._fail("duplicated", expected, "a second header line stands inside the file")

@@ -91,7 +91,7 @@ def _as_lists(batch: EventBatch) -> Draft:
     return draft
 
 
-class Stretch(NamedTuple):
+class ReadRange(NamedTuple):
     """Events of a partition that a member of a log group was handed, without a gap."""
 
     start: int
@@ -107,7 +107,7 @@ class Subscribe(msgspec.Struct, frozen=True):
     member: GroupName
     max_inflight: Annotated[int, partial(count, least=1, most=MAX_INFLIGHT)]
     identity: Identity = Identity()
-    handed: Annotated[dict[tuple[str, int], Stretch], untouched] = {}
+    handed: Annotated[dict[tuple[str, int], ReadRange], untouched] = {}
     """Log mode, by topic and partition: what the member has from before the broker was restarted."""
 
 

@@ -22,9 +22,9 @@ from penstock.core.audit import (
     KEY_BYTES,
     AuditChain,
     AuditEntry,
+    AuditFileHeader,
     AuditRecord,
     Checkpoint,
-    FileHeader,
     Head,
     Signer,
     Verdict,
@@ -102,25 +102,27 @@ def load_signer(disk: Disk, *, key: bytes | None, entropy: bytes | None) -> Sign
     return signer
 
 
-class Recovered(NamedTuple):
+class RecoveredAudit(NamedTuple):
     """Where the newest file ends: the chain there, the file's header and its sound length."""
 
     chain: AuditChain
-    header: FileHeader
+    header: AuditFileHeader
     end_bytes: int
     torn: TornTail | None
     last_write: int
     """Where the lines of the last write begin that nothing proves durable."""
 
 
-def recover(path: str, data: bytes, head: SavedHead) -> Recovered:
+def recover(path: str, data: bytes, head: SavedHead) -> RecoveredAudit:
     """Follow the newest file to its end; a damaged line is a torn end or raises Corrupted."""
     lines = list(io.BytesIO(data))
     try:
         header = parse_line(path, 1, lines[0] if lines else b"")
     except ValueError as error:
         raise damaged(path, 1, str(error)) from None
-    if not isinstance(header, FileHeader) or not path.endswith(file_name(header.first_sequence)):
+    if not isinstance(header, AuditFileHeader) or not path.endswith(
+        file_name(header.first_sequence)
+    ):
         raise damaged(path, 1, "the file does not begin with its header line")
     chain = AuditChain(
         sequence=header.first_sequence - 1,
@@ -138,7 +140,7 @@ def recover(path: str, data: bytes, head: SavedHead) -> Recovered:
             if _was_synced(lines[number - 1 :], path, chain) or _is_behind(chain, head):
                 raise damaged(path, number, str(error)) from None
             torn = TornTail(path, end, len(data) - end)
-            return Recovered(chain, header, end, torn, last_write)
+            return RecoveredAudit(chain, header, end, torn, last_write)
         if isinstance(entry, Checkpoint) and (entry.sequence, entry.hash) == (
             chain.sequence,
             chain.hash,
@@ -160,7 +162,7 @@ def recover(path: str, data: bytes, head: SavedHead) -> Recovered:
             f"{HEAD_PATH} knows {head.sequence} records and checkpoint {head.checkpoint}, "
             f"the file ends with {chain.sequence} and {chain.last_checkpoint}",
         )
-    return Recovered(chain, header, end, None, last_write)
+    return RecoveredAudit(chain, header, end, None, last_write)
 
 
 def _is_behind(chain: AuditChain, head: SavedHead) -> bool:
@@ -213,7 +215,7 @@ def newest_file(disk: Disk, head: SavedHead) -> str:
     """The file to go on with, begun if the log is new; Corrupted when the head knows a later one."""
     files = AuditReader(disk).files()
     if not files and head.sequence == 0:
-        path, header = f"{FOLDER}/{file_name(1)}", FileHeader(FORMAT, 1, GENESIS, 0, 0, 0)
+        path, header = f"{FOLDER}/{file_name(1)}", AuditFileHeader(FORMAT, 1, GENESIS, 0, 0, 0)
         write_file(disk, path, [encode_line(header)])
         return path
     if not files or files[-1] < head.file:
@@ -223,7 +225,7 @@ def newest_file(disk: Disk, head: SavedHead) -> str:
 
 def find_end(
     disk: Disk, *, key: bytes | None, entropy: bytes | None, now_us: int
-) -> tuple[Signer, Recovered]:
+) -> tuple[Signer, RecoveredAudit]:
     """What a log is opened with: its key, and where its newest file ends; a new log is begun."""
     disk.make_dir(FOLDER)
     signer = load_signer(disk, key=key, entropy=entropy)
@@ -232,7 +234,7 @@ def find_end(
     return signer, recover(path, read_file(disk, path), head)
 
 
-def rehearse(disk: Disk) -> Recovered:
+def rehearse(disk: Disk) -> RecoveredAudit:
     """What opening the log would find, or raise; whatever that writes goes to a copy in memory."""
     copy = MemoryDisk()
     copy.make_dir(FOLDER)
@@ -272,7 +274,7 @@ class AuditLog:
         self,
         disk: Disk,
         signer: Signer,
-        recovered: Recovered,
+        recovered: RecoveredAudit,
         *,
         now_us: int,
         checkpoint_every: int,
@@ -502,7 +504,7 @@ class AuditLog:
     def _rotate(self) -> None:
         self.checkpoint(at_us=self._at_us)
         chain = self._chain
-        header = FileHeader(
+        header = AuditFileHeader(
             FORMAT,
             chain.sequence + 1,
             chain.hash,

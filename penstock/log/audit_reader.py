@@ -168,7 +168,7 @@ def unseal(data: bytes, kind: type[Document], public_key: str) -> Document | Non
 # -- auditexport ----------------------------------------------------------------------------------
 
 
-class Fault(NamedTuple):
+class BrokenLink(NamedTuple):
     """Something wrong with a whole file."""
 
     kind: Kind
@@ -227,18 +227,22 @@ def newest_manifest(disk: Disk) -> str | None:
 
 def check_manifest(
     disk: Disk, path: str, public_key: str
-) -> tuple[AuditManifest | None, Fault | None]:
+) -> tuple[AuditManifest | None, BrokenLink | None]:
     """Compare an export with its manifest: the manifest if it is genuine, and what is wrong."""
     data = read_file(disk, path)
     refuse_newer(path, data)
     manifest = unseal(data, AuditManifest, public_key)
     if manifest is None:
-        return None, Fault("bad-signature", path, "the manifest is not signed by the key")
+        return None, BrokenLink("bad-signature", path, "the manifest is not signed by the key")
     for file in manifest.files:
         if not disk.exists(file.path):
-            return manifest, Fault("removed", file.path, "the manifest names it, it is missing")
+            return manifest, BrokenLink(
+                "removed", file.path, "the manifest names it, it is missing"
+            )
         if hashlib.sha256(read_file(disk, file.path)).hexdigest() != file.sha256:
-            return manifest, Fault("changed", file.path, "it has another SHA-256 than the manifest")
+            return manifest, BrokenLink(
+                "changed", file.path, "it has another SHA-256 than the manifest"
+            )
     return manifest, None
 
 
@@ -352,12 +356,12 @@ class AuditReader:
     def _read(self, path: str) -> bytes:
         return read_file(self._disk, path) if self._disk.exists(path) else b""
 
-    def _check_mark(self, key: str, verifier: Verifier) -> Iterator[Fault]:
+    def _check_mark(self, key: str, verifier: Verifier) -> Iterator[BrokenLink]:
         """The manifest of the segments knows how far the chain reached: it is in another folder."""
         try:
             manifest = Manifest.load(self._disk)
         except (Corrupted, FormatTooNew) as error:
-            yield Fault(
+            yield BrokenLink(
                 "changed", SEGMENTS, f"how far the chain reached is unknown: {error.message}"
             )
             return
@@ -366,9 +370,11 @@ class AuditReader:
         if mark is None:
             return
         if not self.files():
-            yield Fault("removed", FOLDER, f"the chain is gone: {mark.sequence} records were in it")
+            yield BrokenLink(
+                "removed", FOLDER, f"the chain is gone: {mark.sequence} records were in it"
+            )
         elif key and mark.public_key != key:
-            yield Fault(
+            yield BrokenLink(
                 "removed",
                 FOLDER,
                 f"another chain is in its place: the one of key {mark.public_key[:16]}..., which had "
@@ -377,20 +383,20 @@ class AuditReader:
         else:
             verifier.expect(Head(mark.sequence, mark.hash))
 
-    def _check_head(self, saved: bytes, key: str, verifier: Verifier) -> Iterator[Fault]:
+    def _check_head(self, saved: bytes, key: str, verifier: Verifier) -> Iterator[BrokenLink]:
         if not key and (saved or self.files()):
-            yield Fault("removed", PUBLIC_KEY_PATH, "the public key is missing")
+            yield BrokenLink("removed", PUBLIC_KEY_PATH, "the public key is missing")
         elif saved:
             refuse_newer(HEAD_PATH, saved)
             head = unseal(saved, SavedHead, key)
             if head is None:
-                yield Fault("bad-signature", HEAD_PATH, "the head is not signed by the key")
+                yield BrokenLink("bad-signature", HEAD_PATH, "the head is not signed by the key")
             else:
                 verifier.expect(Head(head.sequence, head.hash, head.file, head.checkpoint))
         elif key and newest_manifest(self._disk) is None:
-            yield Fault("removed", HEAD_PATH, "the head is missing")
+            yield BrokenLink("removed", HEAD_PATH, "the head is missing")
 
-    def _check_export(self, key: str, verifier: Verifier) -> Iterator[Fault]:
+    def _check_export(self, key: str, verifier: Verifier) -> Iterator[BrokenLink]:
         path = newest_manifest(self._disk)
         if path is not None:
             manifest, fault = check_manifest(self._disk, path, key)

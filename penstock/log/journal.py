@@ -49,7 +49,7 @@ MAX_BODY_BYTES = (1 << 32) - 1
 BLOCK_BYTES = 1 << 20
 
 
-class Frame(NamedTuple):
+class JournalFrame(NamedTuple):
     """One entry as read back."""
 
     position: int
@@ -88,7 +88,7 @@ def encode_frame(
     return [head, *parts, b"\0" * (-length & 7)]
 
 
-def read_frame(view: memoryview, base: int, position: int) -> Frame | None:
+def read_frame(view: memoryview, base: int, position: int) -> JournalFrame | None:
     """The frame at `position` in a file that begins at `base`, or None when none is whole there."""
     at = position - base
     if at < 0 or at + HEAD.size > len(view):
@@ -99,10 +99,10 @@ def read_frame(view: memoryview, base: int, position: int) -> Frame | None:
     body = view[at + HEAD.size : at + HEAD.size + length]
     if crc32(body, crc32(view[at + _CHECKED_AT : at + HEAD.size], length)) != checksum:
         return None
-    return Frame(position, kind, body, durable, epoch)
+    return JournalFrame(position, kind, body, durable, epoch)
 
 
-def frames(view: memoryview, base: int, start: int, end: int) -> Iterator[Frame]:
+def frames(view: memoryview, base: int, start: int, end: int) -> Iterator[JournalFrame]:
     """Whole frames from `start` until `end` or the first one that is not whole."""
     while start < end:
         frame = read_frame(view, base, start)
@@ -122,7 +122,7 @@ def written_blocks(file: File, start: int) -> Iterator[tuple[int, memoryview]]:
                 yield at, block
 
 
-def later_frames(file: File, base: int, after: int) -> Iterator[Frame]:
+def later_frames(file: File, base: int, after: int) -> Iterator[JournalFrame]:
     """Whole frames anywhere behind a broken one; found by the address each frame carries."""
     view = file.read(0, file.size())
     first = after - base + 8
@@ -506,7 +506,7 @@ class JournalReader:
             self.forget(base)
 
 
-def batches_in(frame: Frame) -> Iterator[tuple[int, memoryview]]:
+def batches_in(frame: JournalFrame) -> Iterator[tuple[int, memoryview]]:
     """(offset in the frame's body, encoded batch) for each batch of an entry."""
     if frame.kind == BATCH:
         yield 0, frame.body

@@ -176,7 +176,7 @@ def _later(view: memoryview, after: int) -> bool:
 # -- segment_index --------------------------------------------------------------------------------
 
 
-class Placed(NamedTuple):
+class LiveSegment(NamedTuple):
     """One range and the segment it is in, sorted by its first offset."""
 
     first_offset: int
@@ -196,7 +196,7 @@ class SegmentIndex:
         self.total_bytes = 0
         self._live_bytes = 0
         self._segments: dict[int, SegmentInfo] = {}
-        self._lanes: dict[tuple[str, int], list[Placed]] = {}
+        self._lanes: dict[tuple[str, int], list[LiveSegment]] = {}
 
     def segments(self) -> Iterable[SegmentInfo]:
         """All live segments, in the order of their ids."""
@@ -268,7 +268,7 @@ class SegmentIndex:
 
     def _place(self, info: SegmentInfo, each: Range) -> None:
         lane = self._lanes.setdefault((each.topic, each.partition), [])
-        insort(lane, Placed(each.first_offset, info, each), key=_first)
+        insort(lane, LiveSegment(each.first_offset, info, each), key=_first)
 
     def _clear(self) -> None:
         self._segments.clear()
@@ -276,7 +276,7 @@ class SegmentIndex:
         self.total_bytes = self._live_bytes = 0
 
 
-def _first(each: Placed) -> int:
+def _first(each: LiveSegment) -> int:
     return each.first_offset
 
 

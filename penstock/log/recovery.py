@@ -24,7 +24,7 @@ from penstock.log.journal import (
     SPARE,
     WATERMARK,
     FileHeader,
-    Frame,
+    JournalFrame,
     Watermark,
     batches_in,
     file_bases,
@@ -280,7 +280,7 @@ class Recovery:
             file.close()
         self.position = max(self.position, position)
 
-    def _take(self, base: int, frame: Frame) -> None:
+    def _take(self, base: int, frame: JournalFrame) -> None:
         self.epoch = max(self.epoch, frame.epoch)
         if frame.kind == FILE_HEADER:
             header = msgspec.msgpack.decode(frame.body, type=FileHeader)
@@ -306,7 +306,7 @@ class Recovery:
             self.fold.take(frame)
         self._collect_audit(frame)
 
-    def _collect_audit(self, frame: Frame) -> None:
+    def _collect_audit(self, frame: JournalFrame) -> None:
         bodies = [(0, frame.body)] if frame.kind == CONTROL else []
         if frame.kind == GROUP:
             parts = read_group(frame.body)

@@ -51,7 +51,7 @@ class RetentionClock:
         return self.now_us
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class RetentionPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What retention allows to delete now, and what stands in its way."""
 
     segments: list[SegmentInfo]
@@ -83,7 +83,7 @@ def expired(
     now_us: int,
     protected: Collection[int] = (),
     other_bytes: int = 0,
-) -> Verdict:
+) -> RetentionPlan:
     """Which segments may be deleted now.
 
     `retention_of` gives the settings of a topic; of `folder` only `max_bytes` counts, and
@@ -108,7 +108,7 @@ def expired(
         shortage = max(0, min(left - folder.max_bytes, held))
     kept = [info for number, info in chosen.items() if number in protected]
     freed = [info for number, info in sorted(chosen.items()) if number not in protected]
-    return Verdict(
+    return RetentionPlan(
         segments=freed,
         starts=_starts(freed),
         full_topics=full_topics,

@@ -81,7 +81,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     segments: list[SegmentInfo] = []
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
+class SealingResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a rewrite made: hand it to `Manifest.apply` as one change."""
 
     added: list[SegmentInfo]
@@ -105,7 +105,7 @@ def packed(batches: Iterable[EventBatch]) -> Iterator[Packed]:
         )
 
 
-def run(disk: Disk, job: Job, batches_of: BatchesOf) -> Result:
+def run(disk: Disk, job: Job, batches_of: BatchesOf) -> SealingResult:
     """Do a rewrite. The inputs stay as they are; the outputs count once the manifest has them.
 
     What is decoded at a time is a row group, what a file shares and the file itself: a journal file
@@ -123,7 +123,7 @@ def run(disk: Disk, job: Job, batches_of: BatchesOf) -> Result:
     prove(disk, job, added)
     if sum(info.rows for info in added) != events:
         raise Corrupted(f"a rewrite of {events} events wrote another number; its inputs were kept")
-    return Result(
+    return SealingResult(
         added=added,
         removed=[info.id for info in job.segments],
         sealed_to=job.journal[-1].end if job.journal else None,
@@ -417,7 +417,7 @@ STOP_TIMEOUT_S = 5.0
 class Sealer(Protocol):
     """Something that runs rewrites."""
 
-    async def run(self, job: Job) -> Result:
+    async def run(self, job: Job) -> SealingResult:
         """Do one rewrite; one at a time."""
         ...
 
@@ -433,16 +433,16 @@ class InlineSealer:
         self,
         disk: Disk,
         batches_of: BatchesOf,
-        execute: Callable[[Callable[[], Result]], Awaitable[Result]] | None = None,
+        execute: Callable[[Callable[[], SealingResult]], Awaitable[SealingResult]] | None = None,
     ) -> None:
         self._disk = disk
         self._batches_of = batches_of
         self._execute = execute
 
-    async def run(self, job: Job) -> Result:
+    async def run(self, job: Job) -> SealingResult:
         """Do one rewrite."""
 
-        def work() -> Result:
+        def work() -> SealingResult:
             return run(self._disk, job, self._batches_of)
 
         return work() if self._execute is None else await self._execute(work)
@@ -458,10 +458,10 @@ class Start(msgspec.Struct, frozen=True):
     reader: str
 
 
-class Reply(msgspec.Struct, frozen=True):
+class SealerReply(msgspec.Struct, frozen=True):
     """What the process answers to a job: a result, or why there is none."""
 
-    result: Result | None = None
+    result: SealingResult | None = None
     code: str = ""
     message: str = ""
     errno: int = 0
@@ -481,7 +481,7 @@ class SealerProcess:
         """The process id, while there is a process."""
         return None if self._child is None else self._child.pid
 
-    async def run(self, job: Job) -> Result:
+    async def run(self, job: Job) -> SealingResult:
         """Do one rewrite; raises what it raised, or StorageError when the process died."""
         async with self._lock:
             if self._child is None and self._deaths:
@@ -504,7 +504,7 @@ class SealerProcess:
             raise _rebuild(reply)
         return reply.result
 
-    async def _ask(self, job: Job) -> Reply:
+    async def _ask(self, job: Job) -> SealerReply:
         if self._child is None:
             start = asyncio.create_subprocess_exec(
                 sys.executable, "-c", "from penstock.log.sealing import main; main()",
@@ -523,7 +523,7 @@ class SealerProcess:
         assert child.stdout is not None
         await child.stdin.drain()
         (length,) = LENGTH.unpack(await child.stdout.readexactly(LENGTH.size))
-        return msgspec.msgpack.decode(await child.stdout.readexactly(length), type=Reply)
+        return msgspec.msgpack.decode(await child.stdout.readexactly(length), type=SealerReply)
 
     def _send(self, message: Start | Job) -> None:
         assert self._child is not None
@@ -557,7 +557,7 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
 
-def _rebuild(reply: Reply) -> Exception:
+def _rebuild(reply: SealerReply) -> Exception:
     if reply.errno:
         return OSError(reply.errno, reply.message)
     kinds: list[type[PenstockError]] = [PenstockError]
@@ -603,12 +603,12 @@ def _receive(inbox: queue.SimpleQueue[bytes]) -> None:
         inbox.put(source.read(length))
 
 
-def _attempt(disk: Disk, job: Job, batches_of: BatchesOf) -> Reply:
+def _attempt(disk: Disk, job: Job, batches_of: BatchesOf) -> SealerReply:
     try:
-        return Reply(result=run(disk, job, batches_of))
+        return SealerReply(result=run(disk, job, batches_of))
     except PenstockError as error:
-        return Reply(code=error.code, message=error.message)
+        return SealerReply(code=error.code, message=error.message)
     except OSError as error:
-        return Reply(errno=error.errno or 5, message=error.strerror or str(error))
+        return SealerReply(errno=error.errno or 5, message=error.strerror or str(error))
     except Exception:
-        return Reply(message=traceback.format_exc(limit=8))
+        return SealerReply(message=traceback.format_exc(limit=8))

@@ -15,7 +15,7 @@ from penstock.core.dedup import DedupTable, split_tokens
 from penstock.core.entry import TopicGone
 from penstock.core.state import Piece, State, load_pieces, pieces_of
 from penstock.log.disk import Bytes, Disk, read_file, write_file
-from penstock.log.journal import BATCH, CONTROL, GROUP, Frame, read_group
+from penstock.log.journal import BATCH, CONTROL, GROUP, JournalFrame, read_group
 from penstock.log.unreadable import EntryReader
 from penstock.model.batch import EXPLICIT_TOKENS, BatchHead, EventBatch
 from penstock.model.checksum import crc32
@@ -49,7 +49,7 @@ class Fold:
         """Next offset and last append time of each partition: retention must not make us forget."""
         self.position = 0
 
-    def take(self, frame: Frame) -> None:
+    def take(self, frame: JournalFrame) -> None:
         """Apply one journal entry."""
         if frame.kind == CONTROL:
             self._control(frame.body, frame.position, 0)

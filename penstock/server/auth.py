@@ -98,7 +98,7 @@ def _listed(name: str, value: str, path: str) -> tuple[str, ...]:
     return (*dict.fromkeys([*lines, *([value] if value else [])]),)
 
 
-class Doorkeeper:
+class Authenticator:
     """Tells who a caller is, and makes the tokens by which it knows.
 
     >>> Doorkeeper(Auth()).identify("", "acme", "billing", loopback=True).tenant

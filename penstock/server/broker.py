@@ -46,7 +46,7 @@ from penstock.model.errors import (
 )
 from penstock.model.event import Identity
 from penstock.model.settings import Settings
-from penstock.server.admin.gate import Gate
+from penstock.server.admin.gate import Authorizer
 from penstock.server.client_bytes import ClientBytes, limit_of
 from penstock.server.fastpath import FastPath
 from penstock.server.logs import LogQuota
@@ -54,7 +54,7 @@ from penstock.server.metrics.counters import Counters
 from penstock.server.metrics.engine_stats import quotas, troubles_of
 from penstock.server.publish import Courtesy
 from penstock.server.session import Session
-from penstock.server.subscriptions import QueueOutlet
+from penstock.server.subscriptions import QueueSubscription
 from penstock.server.validation import check_hello, check_join, check_request
 from penstock.wire.frame import Frame, Kind
 from penstock.wire.limits import MAX_MESSAGE_BYTES, MAX_VALUES
@@ -300,7 +300,7 @@ class Broker:
         self.send_buffer_bytes = settings.server.send_buffer_bytes
         self._settings = settings.server
         self._doorkeeper = doorkeeper
-        self.gate = Gate(engine, self.ask)
+        self.gate = Authorizer(engine, self.ask)
         self.fastpath = FastPath(settings.fastpath)
         self.courtesy = Courtesy()
         engine.pause_aside = self.courtesy.pause
@@ -540,7 +540,7 @@ class Broker:
     def _fence(self, group: str) -> None:
         for session in self.sessions.values():
             for outlet in session.feeds.values():
-                if isinstance(outlet, QueueOutlet) and outlet.wanted.group == group:
+                if isinstance(outlet, QueueSubscription) and outlet.wanted.group == group:
                     for number, leased in list(outlet.held.items()):
                         for index in range(leased.count):
                             if leased.lease.states[index + leased.shift]:
@@ -563,7 +563,7 @@ class Broker:
                 sum(
                     leased.open
                     for outlet in session.feeds.values()
-                    if isinstance(outlet, QueueOutlet)
+                    if isinstance(outlet, QueueSubscription)
                     for leased in outlet.held.values()
                 ),
             )

@@ -16,13 +16,13 @@ from penstock.log.disk import RealDisk
 from penstock.model.errors import DiskFull
 from penstock.model.settings import Settings
 from penstock.server import readiness as descriptors
-from penstock.server.admin.endpoint import Surface
+from penstock.server.admin.endpoint import AdminContext
 from penstock.server.admin.http import HttpServer, build_app
-from penstock.server.auth import Doorkeeper
+from penstock.server.auth import Authenticator
 from penstock.server.broker import Broker
 from penstock.server.metrics.counters import Counters
 from penstock.server.metrics.engine_stats import Troubles
-from penstock.server.metrics.pressure import Gauge, pressure_routes
+from penstock.server.metrics.pressure import PressureMonitor, pressure_routes
 from penstock.server.metrics.prometheus import Metrics, metrics_routes
 from penstock.server.ports import parse_address
 from penstock.server.readiness import obstacles
@@ -51,7 +51,7 @@ class Daemon:
         self.engine = EmbeddedEngine(RealDisk(self.folder), self.settings, runtime=Runtime())
         self.engine.lease_hold_s = self.settings.server.session_s
         self.counters = Counters()
-        self.doorkeeper = Doorkeeper(self.settings.auth)
+        self.doorkeeper = Authenticator(self.settings.auth)
         self.broker = Broker(self.engine, self.settings, self.doorkeeper, self.counters)
         self.broker.obstacles = self.obstacles
         self._tcp = TcpServer(
@@ -92,12 +92,12 @@ class Daemon:
         self.ready = True
 
     async def _serve_http(self, listen: str) -> int:
-        gauge = Gauge(self.engine, self.counters)
+        gauge = PressureMonitor(self.engine, self.counters)
         self._run_beside(gauge.run(), "penstock-gauge")
         metrics = Metrics(
             self.engine, self.counters, gauge, self.broker.fastpath, self.broker.client_bytes
         )
-        surface = Surface(
+        surface = AdminContext(
             self.engine, self.settings, self.doorkeeper,
             obstacles=self.obstacles,
             ask=self.broker.ask,

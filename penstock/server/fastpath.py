@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 
 from penstock.model.errors import Deferred, PenstockError
 from penstock.model.settings import FastPath as FastPathSettings
-from penstock.transport.tcp import Outbox
+from penstock.transport.tcp import SendBuffer
 from penstock.wire.encodings import for_mark, from_mark
 from penstock.wire.frame import BODY_HEAD, Bytes, Frame, Kind
 from penstock.wire.limits import UNCOUNTED_BYTES, check_message
@@ -107,7 +107,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-class Detour(Generic[Item, Result]):
+class ThreadLane(Generic[Item, Result]):
     """Of one connection and one direction: one item at a time, the others behind it in their order."""
 
     def __init__(
@@ -168,7 +168,7 @@ class Detour(Generic[Item, Result]):
 
 Read = tuple[Frame, PenstockError | None]
 """A frame, and why its message cannot be read: that costs the client an answer, not its connection."""
-Expansion = Detour[Message, Read]
+Expansion = ThreadLane[Message, Read]
 
 MARK_AT = 8  # where in a body its mark stands
 
@@ -220,12 +220,12 @@ def read_frame(message: Message, limit_bytes: int) -> Read:
 Buffers = Sequence[Bytes]
 
 
-class Outgoing:
+class FrameWriter:
     """What one client was sent and has not taken yet."""
 
     def __init__(
         self,
-        outbox: Outbox,
+        outbox: SendBuffer,
         fastpath: FastPath | None,
         failed: Callable[[Frame, Exception], None],
         moved: Callable[[], None],
@@ -239,7 +239,7 @@ class Outgoing:
         """Called with a frame that cannot be made ready; what it sends goes out in its place."""
         self._moved = moved
         """Called when frames that waited for a thread have left."""
-        self._detour: Detour[Frame, Buffers] = Detour(fastpath, self._ready)
+        self._detour: ThreadLane[Frame, Buffers] = ThreadLane(fastpath, self._ready)
         self._largest_bytes = 0
         self._finished = False
         self._then: Callable[[], None] | None = None

@@ -208,21 +208,21 @@ def size_of(meta: DraftMeta, parts: Sequence[Bytes]) -> int:
 # -- line -----------------------------------------------------------------------------------------
 
 
-class Line:
+class TopicOrder:
     """The publishes of one client that are being prepared, by topic."""
 
     def __init__(self) -> None:
         self.last: dict[str, asyncio.Future[None]] = {}
 
-    def join(self, topics: Collection[str]) -> Place:
+    def join(self, topics: Collection[str]) -> Turn:
         """Stand behind everybody who is there; leave it by `with`."""
-        return Place(self, topics)
+        return Turn(self, topics)
 
 
-class Place:
+class Turn:
     """One publish in line."""
 
-    def __init__(self, line: Line, topics: Collection[str]) -> None:
+    def __init__(self, line: TopicOrder, topics: Collection[str]) -> None:
         self._line = line
         self._topics = topics
         self._before = {line.last[topic] for topic in topics if topic in line.last}
@@ -249,7 +249,7 @@ class Place:
             if last.get(topic) is self._left:
                 del last[topic]
 
-    def __enter__(self) -> Place:
+    def __enter__(self) -> Turn:
         return self
 
     def __exit__(
@@ -267,7 +267,7 @@ class Place:
 RETRY_S = 0.05  # about as long as a slow commit takes
 
 
-class Recall:
+class RequestWindow:
     """Publishes and transactions of one session that came and have no answer.
 
     No more than the journal remembers: each may come again after a crash, and must be recognised.
@@ -322,7 +322,7 @@ TURN_DRAFTS = 256
 MAX_DRAFTS = MAX_PARTS
 
 
-class Storing:
+class PublishHandler:
     """Takes the drafts of one session in."""
 
     def __init__(
@@ -339,8 +339,8 @@ class Storing:
         self._tally = tally
         self._session = session
         self._bundle = Bundle(engine)
-        self._line = Line()
-        self._recall = Recall()
+        self._line = TopicOrder()
+        self._recall = RequestWindow()
 
     async def publish(self, frame: Frame) -> Frame:
         """Store the drafts of a frame, or say where they went when it came before."""
@@ -398,7 +398,7 @@ class Storing:
         self,
         frame: Frame,
         wish: say.Publish,
-        place: Place,
+        place: Turn,
         *,
         patient: bool = False,
     ) -> Frame:
@@ -429,7 +429,7 @@ class Storing:
         self,
         frame: Frame,
         wish: say.Publish,
-        place: Place,
+        place: Turn,
         stored: dict[int, list[tuple[int, int, int]]],
         found: Answers,
         patient: bool,

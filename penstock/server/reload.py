@@ -17,7 +17,7 @@ import msgspec
 
 from penstock.core.admission import AdmissionLimits
 from penstock.model.errors import PenstockError
-from penstock.server.auth import Doorkeeper, Keys, keys_of
+from penstock.server.auth import Authenticator, Keys, keys_of
 
 if TYPE_CHECKING:
     from penstock.core.admission import Admission
@@ -72,7 +72,7 @@ class Reloader:
         settings: Settings,
         load: Callable[[], Settings],
         path: str | Path | None,
-        doorkeeper: Doorkeeper | None = None,
+        doorkeeper: Authenticator | None = None,
     ) -> None:
         self.settings = settings
         """What is in force for admission, and what the rest would be after a restart."""

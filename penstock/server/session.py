@@ -23,8 +23,8 @@ from penstock.model.errors import Deferred, InvalidInput, PenstockError, Protoco
 from penstock.model.event import Identity
 from penstock.model.parameter import wrong_type
 from penstock.server.client_bytes import EXPANDED, KEPT
-from penstock.server.publish import Storing
-from penstock.server.subscriptions import Feeds, LogOutlet, refuse
+from penstock.server.publish import PublishHandler
+from penstock.server.subscriptions import LogSubscription, Subscriptions, refuse
 from penstock.server.validation import check_read
 from penstock.wire import message as say
 from penstock.wire.frame import MAX_PARTS, Frame, Kind
@@ -117,7 +117,7 @@ class Asking:
 # -- replies --------------------------------------------------------------------------------------
 
 
-class Replies:
+class AnswerCache:
     """The last answers of one session, by request: at most so many, and of so many bytes.
 
     >>> replies = Replies(100, 1 << 20)
@@ -193,9 +193,11 @@ class Session:
         """The last Settle that arrived, and the last that is durable."""
         self._hardening: asyncio.Task[None] | None = None
         self._beats, self._beats_since_s = 0, 0.0
-        self.feeds = Feeds(broker, self)
+        self.feeds = Subscriptions(broker, self)
         self._broker = broker
-        self._storing = Storing(broker.engine, self, broker.tally, broker.fastpath, broker.courtesy)
+        self._storing = PublishHandler(
+            broker.engine, self, broker.tally, broker.fastpath, broker.courtesy
+        )
         asking = Asking(broker, self)
         self.account = broker.client_bytes.account(cut=self._over)
         self._batches: dict[int, int] = {}
@@ -203,7 +205,7 @@ class Session:
         self._batch_bytes = 0
         self._attached = asyncio.Event()
         self._delivery = 0
-        self._answers = Replies(MAX_KEPT_ANSWERS, MAX_KEPT_BYTES)
+        self._answers = AnswerCache(MAX_KEPT_ANSWERS, MAX_KEPT_BYTES)
         self._working: dict[int, asyncio.Task[None]] = {}
         self._patient: set[asyncio.Task[None]] = set()
         self.own_topics: set[str] = set()
@@ -342,7 +344,7 @@ class Session:
             raise ProtocolViolation(f"more than {MAX_BEATS_PER_S} heartbeats in a second")
         self._answers.forget_before(beat.answered)
         for outlet in self.feeds.values():
-            if isinstance(outlet, LogOutlet):
+            if isinstance(outlet, LogSubscription):
                 outlet.forget_before(beat.answered)
         self._count_batches()
         self._confirm()
@@ -357,7 +359,7 @@ class Session:
         logs = {
             feed: outlet.kept_bytes
             for feed, outlet in self.feeds.items()
-            if isinstance(outlet, LogOutlet)
+            if isinstance(outlet, LogSubscription)
         }
         self._batches, self._batch_bytes = logs, sum(logs.values())
         self._count_kept()
@@ -370,7 +372,7 @@ class Session:
         self.account = self._broker.client_bytes.account(cut=self._over)
         self._answers.clear()
         for outlet in self.feeds.values():
-            if isinstance(outlet, LogOutlet):
+            if isinstance(outlet, LogSubscription):
                 outlet.forget()
         self._count_batches()
         if self.link is not None:

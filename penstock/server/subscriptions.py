@@ -19,7 +19,7 @@ from penstock.core.entry import GroupSpec
 from penstock.core.lease import OUT
 from penstock.core.retry import Retry
 from penstock.core.routes import DIRECT
-from penstock.engines.embedded.delivery import Inbox, LeasedBatch, Stretch
+from penstock.engines.embedded.delivery import Inbox, LeasedBatch, LeasedRange
 from penstock.engines.embedded.log_groups import LogReader
 from penstock.engines.engine import Handed, Subscribe
 from penstock.engines.engine import Subscribe as Wanted
@@ -82,12 +82,12 @@ MOST_REFUSALS = 100  # of one delivery that is gone; one would tell the client a
 SWEEP_LEAST = 16
 
 
-class QueueOutlet:
+class QueueSubscription:
     """Pushes leased events to a client, as far as its credit and its connection go."""
 
     def __init__(self, session: Session, feed: int, wanted: Wanted, inbox: Inbox) -> None:
         self.wanted = wanted
-        self.held: dict[int, Stretch] = {}
+        self.held: dict[int, LeasedRange] = {}
         """Deliveries of which something is not settled yet, and some that ran out since the last sweep."""
         self._sweep_above = SWEEP_LEAST
         self._session = session
@@ -277,7 +277,7 @@ class QueueOutlet:
         if leased is not None and not leased.open:
             del self.held[number]
 
-    def _try(self, number: int, leased: Stretch, index: int, call: Any, *args: Any) -> bool:
+    def _try(self, number: int, leased: LeasedRange, index: int, call: Any, *args: Any) -> bool:
         if not 0 <= index < leased.count:
             error: PenstockError = DeliveryError(f"delivery {number} has no event {index}")
         else:
@@ -304,7 +304,7 @@ class QueueOutlet:
         await asyncio.gather(self._task, return_exceptions=True)
 
 
-class LogOutlet:
+class LogSubscription:
     """Answers a client's fetches, one batch at a time, so that it alone sets the pace."""
 
     def __init__(self, wanted: Wanted, reader: LogReader) -> None:
@@ -432,7 +432,7 @@ MAX_FEEDS = 1_024  # of one session
 DIRECT_FEED = 0  # clients number their own feeds from 1
 
 
-class Feeds(dict[int, QueueOutlet | LogOutlet]):
+class Subscriptions(dict[int, QueueSubscription | LogSubscription]):
     """Those that are open, by the number the client gave them."""
 
     def __init__(self, broker: Broker, session: Session) -> None:
@@ -459,17 +459,17 @@ class Feeds(dict[int, QueueOutlet | LogOutlet]):
         try:
             feed = await self._broker.join(wanted)
             if isinstance(feed, Inbox):
-                outlet = QueueOutlet(self._session, wish.feed, wanted, feed)
+                outlet = QueueSubscription(self._session, wish.feed, wanted, feed)
                 adopted = await self._taken_up(outlet, wish.feed, wish.held)
             else:
-                self[wish.feed] = LogOutlet(wanted, feed)  # type: ignore[arg-type]
+                self[wish.feed] = LogSubscription(wanted, feed)  # type: ignore[arg-type]
         finally:
             del self._opening[wish.feed]
             opening.set_result(None)
         return Frame(Kind.RESULT, frame.request, encode(say.Joined(adopted)))
 
     async def _taken_up(
-        self, outlet: QueueOutlet, feed: int, held: list[say.Held], *, alone: bool = False
+        self, outlet: QueueSubscription, feed: int, held: list[say.Held], *, alone: bool = False
     ) -> dict[int, list[int]]:
         """Open a feed with what its client held; a client that hears of an error has none."""
         self[feed] = outlet
@@ -488,7 +488,9 @@ class Feeds(dict[int, QueueOutlet | LogOutlet]):
         """
         session, outlet = self._session, self.get(DIRECT_FEED)
         hello = session.hello
-        if isinstance(outlet, QueueOutlet) and session.restored:  # that Welcome did not arrive
+        if (
+            isinstance(outlet, QueueSubscription) and session.restored
+        ):  # that Welcome did not arrive
             return outlet.in_hand(hello.held)
         # One that has ended stays so: its client was told, and another may have its name by now.
         if not hello.subscriptions or outlet is not None or DIRECT_FEED in self.ended:
@@ -497,7 +499,7 @@ class Feeds(dict[int, QueueOutlet | LogOutlet]):
         wanted = direct_wish(hello, session.identity, self._broker.engine.settings.delivery)
         inbox = await self._broker.join(wanted)
         assert isinstance(inbox, Inbox)
-        outlet = QueueOutlet(session, DIRECT_FEED, wanted, inbox)
+        outlet = QueueSubscription(session, DIRECT_FEED, wanted, inbox)
         return await self._taken_up(outlet, DIRECT_FEED, hello.held, alone=True)
 
     async def unsubscribe(self, frame: Frame) -> Frame:
@@ -525,7 +527,7 @@ class Feeds(dict[int, QueueOutlet | LogOutlet]):
     async def suspend(self) -> None:
         """Stop all, as the broker does; what queues have leased stays leased."""
         for outlet in list(self.values()):
-            if isinstance(outlet, QueueOutlet):
+            if isinstance(outlet, QueueSubscription):
                 await outlet.suspend()
             else:
                 await outlet.close()
@@ -533,11 +535,11 @@ class Feeds(dict[int, QueueOutlet | LogOutlet]):
 
     # -- what is in them -----------------------------------------------------------------------
 
-    def queues(self) -> list[QueueOutlet]:
+    def queues(self) -> list[QueueSubscription]:
         """Its feeds of leased events."""
-        return [outlet for outlet in self.values() if isinstance(outlet, QueueOutlet)]
+        return [outlet for outlet in self.values() if isinstance(outlet, QueueSubscription)]
 
-    def leased(self, delivery: int) -> Stretch | None:
+    def leased(self, delivery: int) -> LeasedRange | None:
         """A delivery of which something is not settled."""
         for outlet in self.queues():
             if delivery in outlet.held:
@@ -550,10 +552,10 @@ class Feeds(dict[int, QueueOutlet | LogOutlet]):
             for number in deliveries:
                 outlet.drop_settled(number)
 
-    def log(self, feed: int) -> LogOutlet:
+    def log(self, feed: int) -> LogSubscription:
         """A log feed that is open."""
         outlet = self.get(feed)
-        if not isinstance(outlet, LogOutlet):
+        if not isinstance(outlet, LogSubscription):
             if feed in self.ended:
                 raise to_error(decode(self.ended[feed].meta, say.Feed).fault)
             raise BusClosed("the subscription is closed; subscribe again")

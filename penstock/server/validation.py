@@ -13,7 +13,7 @@ import numpy as np
 
 from penstock.core.entry import MAX_PATTERNS
 from penstock.engines.embedded.engine import EmbeddedEngine
-from penstock.engines.engine import Draft, Request, Stretch
+from penstock.engines.engine import Draft, ReadRange, Request
 from penstock.engines.engine import Subscribe as Wanted
 from penstock.engines.requests import ExportAudit, PutSchedule
 from penstock.model.batch import EventBatch, check_columns
@@ -82,7 +82,7 @@ def _check_log_held(wish: Subscribe) -> None:
 def wanted_by(wish: Subscribe, identity: Identity) -> Wanted:
     """A client's subscription, once it is checked, as the engine knows it."""
     handed = {
-        (each.topic, each.partition): Stretch(each.start, each.stop, each.epoch)
+        (each.topic, each.partition): ReadRange(each.start, each.stop, each.epoch)
         for each in wish.log_held
     }
     return checked(Wanted(wish.group, wish.spec, wish.member, wish.max_inflight, identity, handed))

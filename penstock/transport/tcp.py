@@ -38,7 +38,7 @@ KEEPALIVE_INTERVAL_S = 10
 KEEPALIVE_PROBES = 3
 
 
-class Outbox:
+class SendBuffer:
     """Joins the buffers of one loop turn into two writes, and holds them while the peer is slow."""
 
     __slots__ = ("_loop", "_paused", "_queue", "_queued_bytes", "_scheduled", "_transport")

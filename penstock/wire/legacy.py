@@ -41,7 +41,7 @@ class Command(enum.IntEnum):
     NACK = 0x07
 
 
-class Reply(enum.IntEnum):
+class LegacyReply(enum.IntEnum):
     """What it hears."""
 
     OK = 0x80
@@ -53,7 +53,7 @@ class Reply(enum.IntEnum):
 COMMANDS = frozenset(map(int, Command))
 
 
-class Auth(NamedTuple):
+class LegacyAuth(NamedTuple):
     """Who the client is; only as the first command, and only where the broker wants a token."""
 
     token: str
@@ -86,7 +86,7 @@ class Create(NamedTuple):
         return encode_message(Command.CREATE, _text(self.topic) + _U16.pack(self.partitions))
 
 
-class Publish(NamedTuple):
+class LegacyPublish(NamedTuple):
     """Store an event; OK says where, once it is durable."""
 
     topic: str
@@ -97,7 +97,7 @@ class Publish(NamedTuple):
         return encode_message(Command.PUBLISH, _text(self.topic) + self.payload)
 
 
-class Subscribe(NamedTuple):
+class LegacySubscribe(NamedTuple):
     """Get the events of a pattern as a member of a queue group; OK gives the subscription a number."""
 
     group: str
@@ -134,7 +134,7 @@ class Nack(NamedTuple):
         )
 
 
-AnyCommand = Auth | Ping | Create | Publish | Subscribe | Ack | Nack
+AnyCommand = LegacyAuth | Ping | Create | LegacyPublish | LegacySubscribe | Ack | Nack
 
 
 class Ok(NamedTuple):
@@ -154,7 +154,7 @@ class Ok(NamedTuple):
 
     def message(self) -> bytes:
         """The reply as bytes."""
-        return encode_message(Reply.OK, self.body)
+        return encode_message(LegacyReply.OK, self.body)
 
 
 class Error(NamedTuple):
@@ -165,10 +165,10 @@ class Error(NamedTuple):
 
     def message(self) -> bytes:
         """The reply as bytes."""
-        return encode_message(Reply.ERROR, _text(self.code) + _text(self.words))
+        return encode_message(LegacyReply.ERROR, _text(self.code) + _text(self.words))
 
 
-class Leased(NamedTuple):
+class LegacyLeased(NamedTuple):
     """An event for the client: its lease runs from now."""
 
     subscription: int
@@ -185,7 +185,9 @@ class Leased(NamedTuple):
         """The reply as bytes."""
         key = self.key or b""
         head = _MESSAGE.pack(*self[:6], NO_KEY if self.key is None else len(key))
-        return encode_message(Reply.MESSAGE, b"".join((head, _text(self.topic), key, self.payload)))
+        return encode_message(
+            LegacyReply.MESSAGE, b"".join((head, _text(self.topic), key, self.payload))
+        )
 
 
 class Notice(NamedTuple):
@@ -198,10 +200,10 @@ class Notice(NamedTuple):
     def message(self) -> bytes:
         """The reply as bytes."""
         body = _U64.pack(self.tag) + _text(self.code) + _text(self.words)
-        return encode_message(Reply.NOTICE, body)
+        return encode_message(LegacyReply.NOTICE, body)
 
 
-AnyReply = Ok | Error | Leased | Notice
+AnyReply = Ok | Error | LegacyLeased | Notice
 
 
 def parse_command(command: int, body: Bytes) -> AnyCommand:
@@ -213,20 +215,20 @@ def parse_command(command: int, body: Bytes) -> AnyCommand:
     cursor = _Cursor(body)
     found: AnyCommand
     if command == Command.PUBLISH:
-        found = Publish(cursor.text(), cursor.rest())
+        found = LegacyPublish(cursor.text(), cursor.rest())
     elif command == Command.ACK:
         found = Ack(*cursor.numbers(_U64))
     elif command == Command.NACK:
         tag, delay_ms = cursor.numbers(_NACK)
         found = Nack(tag, delay_ms, cursor.text())
     elif command == Command.SUBSCRIBE:
-        found = Subscribe(cursor.text(), cursor.text(), *cursor.numbers(_U16))
+        found = LegacySubscribe(cursor.text(), cursor.text(), *cursor.numbers(_U16))
     elif command == Command.PING and len(body) <= MAX_PING_BYTES:
         found = Ping(cursor.rest())
     elif command == Command.CREATE:
         found = Create(cursor.text(), *cursor.numbers(_U16))
     elif command == Command.AUTH:
-        found = Auth(cursor.text(), cursor.text(), cursor.text())
+        found = LegacyAuth(cursor.text(), cursor.text(), cursor.text())
     else:
         raise ProtocolViolation(f"no command 0x{command:02x} with a body of {len(body)} bytes")
     cursor.end()
@@ -241,18 +243,20 @@ def parse_reply(command: int, body: Bytes) -> AnyReply:
     """
     cursor = _Cursor(body)
     found: AnyReply
-    if command == Reply.OK:
+    if command == LegacyReply.OK:
         found = Ok(cursor.rest())
-    elif command == Reply.ERROR:
+    elif command == LegacyReply.ERROR:
         found = Error(cursor.text(), cursor.text())
-    elif command == Reply.NOTICE:
+    elif command == LegacyReply.NOTICE:
         (tag,) = cursor.numbers(_U64)
         found = Notice(tag, cursor.text(), cursor.text())
-    elif command == Reply.MESSAGE:
+    elif command == LegacyReply.MESSAGE:
         number, tag, attempt, partition, offset, time_us, key_bytes = cursor.numbers(_MESSAGE)
         topic = cursor.text()
         key = None if key_bytes == NO_KEY else cursor.take(key_bytes)
-        found = Leased(number, tag, attempt, partition, offset, time_us, topic, key, cursor.rest())
+        found = LegacyLeased(
+            number, tag, attempt, partition, offset, time_us, topic, key, cursor.rest()
+        )
     else:
         raise ProtocolViolation(f"no reply 0x{command:02x}")
     cursor.end()

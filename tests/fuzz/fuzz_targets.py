@@ -20,7 +20,7 @@ from penstock.log.memory_disk import MemoryDisk
 from penstock.model.errors import PenstockError, ProtocolViolation, WrongProtocolVersion
 from penstock.model.settings import Settings
 from penstock.model.settings_loader import load
-from penstock.server.auth import Doorkeeper
+from penstock.server.auth import Authenticator
 from penstock.server.broker import Broker, Connection
 from penstock.server.metrics.counters import Counters
 from penstock.server.reload import broker_settings
@@ -184,7 +184,7 @@ class House:
         self.engine = EmbeddedEngine(self.disk, self.settings, runtime)
         self.engine.lease_hold_s = self.settings.server.session_s
         await self.engine.open()
-        doorkeeper = Doorkeeper(self.settings.auth)
+        doorkeeper = Authenticator(self.settings.auth)
         self.broker = Broker(self.engine, self.settings, doorkeeper, Counters())
         self.broker.now = self.loop.time  # type: ignore[method-assign]
         self.broker.start()

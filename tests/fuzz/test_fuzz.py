@@ -14,7 +14,7 @@ from hostile_messages import ASKED, HELLO, HONEST, conversations, twisted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engines.embedded.batching import Layout
+from penstock.engines.embedded.batching import Batcher
 from penstock.engines.requests import REQUESTS
 from penstock.wire.encodings import MESSAGES
 from penstock.wire.frame import Frame, Kind
@@ -70,10 +70,10 @@ def test_honest_clients_are_no_finding() -> None:
 def test_the_target_notices(monkeypatch: pytest.MonkeyPatch) -> None:
     """A publish that stops the writer of everybody is a finding."""
 
-    def broken(self: Layout, *_: Any) -> None:
+    def broken(self: Batcher, *_: Any) -> None:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(Layout, "lay", broken)
+    monkeypatch.setattr(Batcher, "lay", broken)
     draft = {"topic": "orders.created", "payloads": [b"x"]}
     meta = msgspec.msgpack.encode({"sequence": 1, "drafts": [draft]})
     with pytest.raises(Finding):

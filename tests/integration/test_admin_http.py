@@ -47,10 +47,10 @@ from penstock.model.errors import (
 from penstock.model.event import Identity
 from penstock.server.admin import http
 from penstock.server.admin import request as admin_request
-from penstock.server.admin.endpoint import Surface
+from penstock.server.admin.endpoint import AdminContext
 from penstock.server.admin.http import ENDPOINTS, HttpServer, build_app
 from penstock.server.admin.openapi import plain_path
-from penstock.server.auth import Doorkeeper
+from penstock.server.auth import Authenticator
 
 SECRET = "integration-secret-of-32-bytes-.."
 ADMIN_TOKEN = "the-admin-token"
@@ -81,8 +81,8 @@ class Site:
         self.asked: list[Any] = []
         self.engine = EmbeddedEngine(RealDisk(folder), settings)
         self.bus = Bus(self.engine, settings, Identity(), self.engine.capabilities)
-        self.doorkeeper = Doorkeeper(settings.auth)
-        surface = Surface(
+        self.doorkeeper = Authenticator(settings.auth)
+        surface = AdminContext(
             self.engine,
             settings,
             self.doorkeeper,

@@ -35,7 +35,7 @@ from penstock.core.entry import GroupSpec
 from penstock.core.retry import Retry
 from penstock.model.settings_loader import load
 from penstock.server import publish as storing
-from penstock.server.auth import Doorkeeper
+from penstock.server.auth import Authenticator
 from penstock.server.broker import tenants_view
 from penstock.server.daemon import Daemon
 from penstock.server.publish import MAX_REST_S
@@ -617,7 +617,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 def token(tenant: str, *, secret: str = SECRET, age_s: float = 0.0) -> str:
     auth = load(None, {}, {"auth.jwt_secret": secret}).auth
-    keeper = Doorkeeper(auth, lambda: time.time() - age_s)
+    keeper = Authenticator(auth, lambda: time.time() - age_s)
     return keeper.issue(tenant, "tester", ["operator"], 60.0)
 
 

@@ -14,7 +14,7 @@ import pytest_asyncio
 import penstock
 from penstock import errors
 from penstock.core.delivery import MAX_LEASE_EVENTS
-from penstock.engines.embedded.delivery import Stretch
+from penstock.engines.embedded.delivery import LeasedRange
 from penstock.engines.embedded.engine import EmbeddedEngine
 
 TOPIC = "orders"
@@ -120,7 +120,7 @@ async def test_what_was_taken_back_is_not_read(
         dispatcher = engine(bus).dispatcher
         [inbox] = dispatcher._inboxes.values()
         [lease] = inbox.member.leases.values()
-        kept = Stretch(inbox.group, lease, 0, 1, lambda: 0.0, lambda group: None)
+        kept = LeasedRange(inbox.group, lease, 0, 1, lambda: 0.0, lambda group: None)
         begun = reader.begun
         dispatcher.take_back(inbox, [kept])
         again = [await sub.get(timeout_s=DEADLINE_S) for _ in range(19)]

@@ -25,7 +25,7 @@ from penstock.model.errors import AccessDenied
 from penstock.model.event import Identity
 from penstock.model.settings import Auth
 from penstock.model.settings_loader import load
-from penstock.server.auth import Doorkeeper
+from penstock.server.auth import Authenticator
 from penstock.server.daemon import Daemon
 from penstock.server.logs import LINES_PER_S
 from penstock.testing.broker_process import broker_inside
@@ -66,7 +66,7 @@ async def guarded(tmp_path: Path) -> AsyncIterator[Guarded]:
 
 
 def token(*roles: str, tenant: str = "acme", secret: str = SECRET, age_s: float = 0.0) -> str:
-    keeper = Doorkeeper(Auth(jwt_secret=secret), lambda: time.time() - age_s)
+    keeper = Authenticator(Auth(jwt_secret=secret), lambda: time.time() - age_s)
     return keeper.issue(tenant, "ann", roles, 600)
 
 

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 import penstock
-from penstock.engines.embedded.batching import Layout
+from penstock.engines.embedded.batching import Batcher
 from penstock.server import publish as storing
 from penstock.server.daemon import Daemon
 from penstock.testing.broker_process import broker_inside
@@ -66,19 +66,19 @@ class Threads:
 def threads(monkeypatch: pytest.MonkeyPatch) -> Threads:
     """Notes which thread checks, and which one compresses."""
     found = Threads()
-    inbound, compress = storing.inbound, Layout.compress
+    inbound, compress = storing.inbound, Batcher.compress
 
     def checked(*args: Any) -> Any:
         found.checked.append(threading.get_ident())
         return inbound(*args)
 
-    def compressed(layout: Layout, batch: Any) -> None:
+    def compressed(layout: Batcher, batch: Any) -> None:
         if batch.topic == "orders" and batch.compressor == "none":
             found.compressed.append(threading.get_ident())
         compress(layout, batch)
 
     monkeypatch.setattr(storing, "inbound", checked)
-    monkeypatch.setattr(Layout, "compress", compressed)
+    monkeypatch.setattr(Batcher, "compress", compressed)
     return found
 
 

@@ -18,7 +18,7 @@ import penstock
 from penstock import errors
 from penstock.core.entry import GroupSpec
 from penstock.engines.broker.tcp import TcpLink
-from penstock.server.subscriptions import QueueOutlet
+from penstock.server.subscriptions import QueueSubscription
 from penstock.testing.broker_process import BrokerProcess, broker_inside
 from penstock.wire import message as say
 from penstock.wire.frame import Frame, Kind
@@ -168,13 +168,13 @@ async def test_a_subscription_that_is_refused_late_holds_nothing(
 ) -> None:
     """T4: when what the client held cannot be read, it hears so, and the broker keeps no feed."""
 
-    async def broken(self: QueueOutlet, held: list[Any], *, alone: bool = False) -> Any:
+    async def broken(self: QueueSubscription, held: list[Any], *, alone: bool = False) -> Any:
         raise errors.Corrupted("what was leased cannot be read")
 
     async with penstock.connect(url) as bus, penstock.connect(url) as other:
         await bus.publish(TOPIC, b"1")
         with monkeypatch.context() as patch:
-            patch.setattr(QueueOutlet, "adopt", broken)
+            patch.setattr(QueueSubscription, "adopt", broken)
             with pytest.raises(errors.Corrupted):
                 await bus.subscribe(TOPIC, group="billing").open()
         async with other.subscribe(TOPIC, group="billing") as sub:

@@ -339,11 +339,11 @@ async def test_an_old_command_with_too_large_a_payload_is_answered(tmp_path: Pat
     with BrokerProcess(tmp_path / "data").start(**flags) as broker:
         reader, writer = await asyncio.open_connection("127.0.0.1", broker.ports["tcp"])
         for size in (1_001, 1_000):
-            writer.write(old.Publish("a.b", bytes(size)).message())
+            writer.write(old.LegacyPublish("a.b", bytes(size)).message())
         async with asyncio.timeout(DEADLINE_S):
             stream, replies = StreamReader(1 << 20), []
             while len(replies) < 2:
                 replies += stream.feed(await reader.read(4_096))
         writer.close()
-    assert [command for command, _ in replies] == [old.Reply.ERROR, old.Reply.OK]
+    assert [command for command, _ in replies] == [old.LegacyReply.ERROR, old.LegacyReply.OK]
     assert errors.PayloadTooLarge.code.encode() in bytes(replies[0][1])

@@ -13,7 +13,7 @@ import pytest_asyncio
 import penstock
 from penstock.model.settings_loader import load
 from penstock.server.daemon import Daemon
-from penstock.server.publish import Storing
+from penstock.server.publish import PublishHandler
 from penstock.server.transports import legacy as oldclient
 from penstock.wire import legacy as old
 from penstock.wire.stream import StreamReader
@@ -27,7 +27,7 @@ class Caller:
     def __init__(self) -> None:
         self._stream = StreamReader(1 << 26)
         self._replies: list[old.AnyReply] = []
-        self.leased: list[old.Leased] = []
+        self.leased: list[old.LegacyLeased] = []
         self.notices: list[old.Notice] = []
 
     async def open(self, port: int) -> Caller:
@@ -42,7 +42,7 @@ class Caller:
             data = await self._reader.read(65_536)
         for message in self._stream.feed(data):
             reply = old.parse_reply(*message)
-            if isinstance(reply, old.Leased):
+            if isinstance(reply, old.LegacyLeased):
                 self.leased.append(reply)
             elif isinstance(reply, old.Notice):
                 self.notices.append(reply)
@@ -60,7 +60,7 @@ class Caller:
         self.tell(command)
         return await self.reply()
 
-    async def events(self, count: int) -> list[old.Leased]:
+    async def events(self, count: int) -> list[old.LegacyLeased]:
         while len(self.leased) < count:
             assert await self._read(), "the connection has ended"
         found, self.leased = self.leased[:count], self.leased[count:]
@@ -112,7 +112,7 @@ async def test_ok_means_durable(tmp_path: Path) -> None:
     await daemon.start()
     caller = await Caller().open(daemon.ports["tcp"])
     assert await caller.call(old.Create("orders", 1)) == old.Ok()
-    caller.tell(*(old.Publish("orders", b"event %d" % number) for number in range(50)))
+    caller.tell(*(old.LegacyPublish("orders", b"event %d" % number) for number in range(50)))
     replies = [await caller.reply() for _ in range(50)]
     assert replies == [old.Ok.stored(0, number) for number in range(50)]
     async with penstock.connect(f"{tmp_path / 'data'}?mode=ro") as bus:
@@ -124,10 +124,10 @@ async def test_ok_means_durable(tmp_path: Path) -> None:
 
 
 async def test_events_are_leased_and_acked(daemon: Daemon, caller: Caller) -> None:
-    caller.tell(*(old.Publish("orders.created", b"%d" % number) for number in range(5)))
+    caller.tell(*(old.LegacyPublish("orders.created", b"%d" % number) for number in range(5)))
     for _ in range(5):
         assert isinstance(await caller.reply(), old.Ok)
-    assert await caller.call(old.Subscribe("billing", "orders.*", 2)) == old.Ok.subscribed(1)
+    assert await caller.call(old.LegacySubscribe("billing", "orders.*", 2)) == old.Ok.subscribed(1)
     seen = []
     for _ in range(2):
         both = await caller.events(2)
@@ -144,8 +144,8 @@ async def test_events_are_leased_and_acked(daemon: Daemon, caller: Caller) -> No
 
 
 async def test_nack_brings_it_again(caller: Caller) -> None:
-    await caller.call(old.Publish("orders", b"x"))
-    await caller.call(old.Subscribe("billing", "orders", 10))
+    await caller.call(old.LegacyPublish("orders", b"x"))
+    await caller.call(old.LegacySubscribe("billing", "orders", 10))
     [first] = await caller.events(1)
     assert await caller.call(old.Nack(first.tag, 20, "busy")) == old.Ok()
     [second] = await caller.events(1)
@@ -157,8 +157,8 @@ async def test_nack_brings_it_again(caller: Caller) -> None:
 
 async def test_a_late_ack_is_noticed(caller: Caller) -> None:
     """The lease runs from when the event is sent; then it comes again."""
-    await caller.call(old.Publish("orders", b"x"))
-    await caller.call(old.Subscribe("billing", "orders", 10))
+    await caller.call(old.LegacyPublish("orders", b"x"))
+    await caller.call(old.LegacySubscribe("billing", "orders", 10))
     [first] = await caller.events(1)
     [again] = await caller.events(1)
     assert again.attempt == 2
@@ -169,8 +169,8 @@ async def test_a_late_ack_is_noticed(caller: Caller) -> None:
 
 
 async def test_tags_are_settled_once(caller: Caller) -> None:
-    await caller.call(old.Publish("orders", b"x"))
-    await caller.call(old.Subscribe("billing", "orders", 10))
+    await caller.call(old.LegacyPublish("orders", b"x"))
+    await caller.call(old.LegacySubscribe("billing", "orders", 10))
     [event] = await caller.events(1)
     assert await caller.call(old.Ack(event.tag)) == old.Ok()
     for tag in (event.tag, 0, 2**64 - 1):
@@ -178,12 +178,12 @@ async def test_tags_are_settled_once(caller: Caller) -> None:
 
 
 async def test_what_a_client_held_returns_when_it_goes(daemon: Daemon, caller: Caller) -> None:
-    await caller.call(old.Publish("orders", b"x"))
-    await caller.call(old.Subscribe("billing", "orders", 10))
+    await caller.call(old.LegacyPublish("orders", b"x"))
+    await caller.call(old.LegacySubscribe("billing", "orders", 10))
     await caller.events(1)
     caller.close()
     other = await Caller().open(daemon.ports["tcp"])
-    await other.call(old.Subscribe("billing", "orders", 10))
+    await other.call(old.LegacySubscribe("billing", "orders", 10))
     [event] = await other.events(1)
     assert event.payload == b"x"
     other.close()
@@ -192,7 +192,7 @@ async def test_what_a_client_held_returns_when_it_goes(daemon: Daemon, caller: C
 async def test_replies_keep_the_order_of_commands(caller: Caller) -> None:
     """A ping behind a publish waits for the publish."""
     caller.tell(
-        old.Ping(b"0"), old.Publish("orders", b"x"), old.Ping(b"1"), old.Publish("bad topic", b""),
+        old.Ping(b"0"), old.LegacyPublish("orders", b"x"), old.Ping(b"1"), old.LegacyPublish("bad topic", b""),
         old.Ping(b"2"), old.Create("orders.made", 2), old.Ack(5), old.Ping(b"3"),
     )  # fmt: skip
     replies = [await caller.reply() for _ in range(8)]
@@ -203,7 +203,7 @@ async def test_replies_keep_the_order_of_commands(caller: Caller) -> None:
 
 async def test_an_idle_client_stays(daemon: Daemon, caller: Caller) -> None:
     """Old commands know no heartbeats; the transport answers for the client."""
-    await caller.call(old.Subscribe("billing", "orders", 10))
+    await caller.call(old.LegacySubscribe("billing", "orders", 10))
     await asyncio.sleep(1.5)  # seven heartbeats
     async with penstock.connect(f"penstock://127.0.0.1:{daemon.ports['tcp']}") as bus:
         await bus.publish("orders", b"late")
@@ -212,20 +212,20 @@ async def test_an_idle_client_stays(daemon: Daemon, caller: Caller) -> None:
 
 async def test_with_new_clients_on_one_bus(daemon: Daemon, caller: Caller) -> None:
     async with penstock.connect(f"penstock://127.0.0.1:{daemon.ports['tcp']}") as bus:
-        await caller.call(old.Publish("orders", b"from the old one"))
+        await caller.call(old.LegacyPublish("orders", b"from the old one"))
         async with bus.subscribe("orders", group="new") as events:
             event = await events.get(5)
             assert event is not None
             assert event.payload == b"from the old one"
             await event.ack()
-        await caller.call(old.Subscribe("old", "orders.*", 10))
+        await caller.call(old.LegacySubscribe("old", "orders.*", 10))
         await bus.publish("orders.created", {"id": 7}, key="k", headers={"a": "b"})
         [event] = await caller.events(1)
         assert (event.payload, event.key, event.topic) == (b'{"id":7}', b"k", "orders.created")
 
 
 async def test_a_deleted_group_is_noticed(daemon: Daemon, caller: Caller) -> None:
-    await caller.call(old.Subscribe("billing", "orders", 10))
+    await caller.call(old.LegacySubscribe("billing", "orders", 10))
     await daemon.engine.ask(penstock.engines.requests.DeleteGroup("billing", confirm="DELETE"))
     notice = await caller.notice()
     assert (notice.tag, notice.code.split(".")[0]) == (0, "notfound")
@@ -236,14 +236,14 @@ async def test_a_token_is_wanted(tmp_path: Path) -> None:
     await daemon.start()
     port = daemon.ports["tcp"]
     stranger = await Caller().open(port)
-    assert (await stranger.call(old.Publish("orders", b"x"))).code == "access.unauthenticated"
+    assert (await stranger.call(old.LegacyPublish("orders", b"x"))).code == "access.unauthenticated"
     assert await stranger.reply() is None
     liar = await Caller().open(port)
-    assert (await liar.call(old.Auth("guess", "", ""))).code == "access.unauthenticated"
+    assert (await liar.call(old.LegacyAuth("guess", "", ""))).code == "access.unauthenticated"
     friend = await Caller().open(port)
-    assert await friend.call(old.Auth("open sesame", "", "till-3")) == old.Ok()
-    assert isinstance(await friend.call(old.Publish("orders", b"x")), old.Ok)
-    twice = await friend.call(old.Auth("open sesame", "", "till-3"))
+    assert await friend.call(old.LegacyAuth("open sesame", "", "till-3")) == old.Ok()
+    assert isinstance(await friend.call(old.LegacyPublish("orders", b"x")), old.Ok)
+    twice = await friend.call(old.LegacyAuth("open sesame", "", "till-3"))
     assert twice.code == "connection.protocol"
     for caller in (stranger, liar, friend):
         caller.close()
@@ -273,7 +273,7 @@ async def test_a_flood_of_commands_is_slowed_down(
         waiting.append(len(self._slots))
 
     monkeypatch.setattr(oldclient.OldClient, "command", counted)
-    caller.tell(*(old.Publish("orders", bytes(10_000)) for _ in range(500)))
+    caller.tell(*(old.LegacyPublish("orders", bytes(10_000)) for _ in range(500)))
     replies = [await caller.reply() for _ in range(500)]
     assert replies[-1] == old.Ok.stored(0, 499)
     assert max(waiting) == 8
@@ -285,7 +285,7 @@ async def test_a_flood_of_large_events_is_slowed_down(
     """Q1, Q7: while the disk stalls, so many bytes are taken in and no more, as from other clients."""
     monkeypatch.setattr(oldclient, "UNANSWERED_BYTES", 4 * MIB)
     stalls = asyncio.Event()
-    publish, begun = Storing.publish, 0
+    publish, begun = PublishHandler.publish, 0
 
     async def stalled(*args: Any) -> Any:
         nonlocal begun
@@ -293,9 +293,9 @@ async def test_a_flood_of_large_events_is_slowed_down(
         await stalls.wait()
         return await publish(*args)
 
-    monkeypatch.setattr(Storing, "publish", stalled)
+    monkeypatch.setattr(PublishHandler, "publish", stalled)
     assert await caller.call(old.Ping(b"hi")) == old.Ok(b"hi")
-    caller.tell(*(old.Publish("orders", bytes(MIB)) for _ in range(30)))
+    caller.tell(*(old.LegacyPublish("orders", bytes(MIB)) for _ in range(30)))
     assert await caller.quiet(0.5)
     assert begun == 5, "four fill it, and the fifth is what goes beyond"
     stalls.set()
@@ -305,7 +305,7 @@ async def test_a_flood_of_large_events_is_slowed_down(
 
 async def test_a_large_delivery_does_not_end_the_connection(daemon: Daemon, caller: Caller) -> None:
     """Q1: one delivery may be as large as it likes; a client that reads it is not cut off."""
-    assert await caller.call(old.Subscribe("billing", "orders", 0)) == old.Ok.subscribed(1)
+    assert await caller.call(old.LegacySubscribe("billing", "orders", 0)) == old.Ok.subscribed(1)
     async with penstock.connect(f"penstock://127.0.0.1:{daemon.ports['tcp']}") as bus:
         await bus.publish_many("orders", [bytes(MIB) for _ in range(60)])
     for leased in await caller.events(60):
@@ -318,7 +318,7 @@ async def test_a_large_delivery_does_not_end_the_connection(daemon: Daemon, call
 async def test_commands_that_come_in_one_read_are_all_carried_out(caller: Caller) -> None:
     """Q1: a client may send many before it reads; more than the broker works on at a time wait."""
     assert await caller.call(old.Ping(b"hi")) == old.Ok(b"hi")
-    caller.tell(*(old.Publish("orders", b"%d" % number) for number in range(9_000)))
+    caller.tell(*(old.LegacyPublish("orders", b"%d" % number) for number in range(9_000)))
     replies = [await caller.reply() for _ in range(9_000)]
     assert replies == [old.Ok.stored(0, offset) for offset in range(9_000)]
 
@@ -326,8 +326,8 @@ async def test_commands_that_come_in_one_read_are_all_carried_out(caller: Caller
 async def test_a_large_payload_takes_the_fast_path(daemon: Daemon, caller: Caller) -> None:
     """Row T13: an old command has no parts, and its payload leaves the loop all the same."""
     large = bytes(300 << 10)
-    assert isinstance(await caller.call(old.Publish("orders", large)), old.Ok)
+    assert isinstance(await caller.call(old.LegacyPublish("orders", large)), old.Ok)
     assert daemon.broker.fastpath.taken == 1
-    caller.tell(old.Subscribe("g", "orders", 0))
+    caller.tell(old.LegacySubscribe("g", "orders", 0))
     [event] = await caller.events(1)
     assert event.payload == large

@@ -15,7 +15,7 @@ import pytest
 import penstock
 from penstock.model.errors import BrokerUnreachable, InvalidSettings, NotAuthenticated
 from penstock.model.settings import Auth
-from penstock.server.auth import Doorkeeper
+from penstock.server.auth import Authenticator
 from penstock.testing.broker_process import BrokerProcess
 
 OLD, NEW = "old-secret-of-more-than-32-bytes-....", "new-secret-of-more-than-32-bytes-...."
@@ -23,7 +23,7 @@ DEADLINE_S = 30.0
 
 
 def token(secret: str, ttl_s: float = 600.0) -> str:
-    return Doorkeeper(Auth(jwt_secret=secret)).issue("acme", "worker", ["operator"], ttl_s)
+    return Authenticator(Auth(jwt_secret=secret)).issue("acme", "worker", ["operator"], ttl_s)
 
 
 def put(path: Path, text: str) -> None:

@@ -21,7 +21,7 @@ from penstock.model.settings_loader import load
 from penstock.pipelines import pipeline as discovery
 from penstock.pipelines.lakehouse.warehouse import Warehouse
 from penstock.pipelines.pipeline import registered
-from penstock.server.auth import Doorkeeper
+from penstock.server.auth import Authenticator
 from penstock.testing.broker_process import BrokerProcess
 
 OWN = '''
@@ -75,7 +75,7 @@ def guarded(tmp_path: Path) -> Iterator[BrokerProcess]:
 def test_a_tenants_token_opens_what_is_its_own(spark, project, guarded, capsys) -> None:
     """S5, T10: for source, sink, dead-letters and status; without it nothing is told."""
     auth = load(None, {}, {"auth.jwt_secret": SECRET}).auth
-    made = Doorkeeper(auth).issue("acme", "tester", ["operator"], 600.0)
+    made = Authenticator(auth).issue("acme", "tester", ["operator"], 600.0)
     with penstock.connect_sync(guarded.url(), client__token=made, identity__tenant="acme") as bus:
         fill(bus, 1, 2)
         with bus.subscribe(TOPIC, group="billing") as events:

@@ -27,8 +27,8 @@ from penstock.model.errors import (
 )
 from penstock.model.event import Identity
 from penstock.model.settings import Auth
-from penstock.server.admin.gate import RIGHTS, Gate, require
-from penstock.server.auth import MAX_TOKEN_BYTES, ROLES, Doorkeeper, check_listen, is_loopback
+from penstock.server.admin.gate import RIGHTS, Authorizer, require
+from penstock.server.auth import MAX_TOKEN_BYTES, ROLES, Authenticator, check_listen, is_loopback
 
 SECRET = "s" * 32
 ADMIN = "let-me-administer"
@@ -36,8 +36,8 @@ NOW_S = 1_800_000_000.0
 CLAIMS = {"tenant": "acme", "sub": "billing", "roles": ["reader"], "exp": NOW_S + 60}
 
 
-def keeper(now_s: float = NOW_S, **auth: str) -> Doorkeeper:
-    return Doorkeeper(Auth(**(auth or {"jwt_secret": SECRET})), lambda: now_s)
+def keeper(now_s: float = NOW_S, **auth: str) -> Authenticator:
+    return Authenticator(Auth(**(auth or {"jwt_secret": SECRET})), lambda: now_s)
 
 
 def signed(claims: dict, secret: str = SECRET, algorithm: str = "HS256") -> str:
@@ -53,7 +53,7 @@ def text(part: dict) -> str:
 
 def test_with_nothing_configured_this_host_is_trusted_and_no_other():
     """T10: no token is needed on loopback with none configured; elsewhere nobody comes in."""
-    door = Doorkeeper(Auth())
+    door = Authenticator(Auth())
     assert door.identify("", "", "", loopback=True) == Identity("default", "local", ("admin",))
     assert door.identify("", "acme", "ann", loopback=True) == Identity("acme", "ann", ("admin",))
     for token in ("", "anything", signed(CLAIMS)):
@@ -193,7 +193,7 @@ def test_only_our_algorithm_counts(algorithm):
         tokens = [f"{text({'alg': algorithm, 'typ': 'JWT'})}.{text(CLAIMS)}.{end}" for end in ("", "x")]  # fmt: skip
     for token in tokens:
         with pytest.raises(NotAuthenticated):
-            Doorkeeper(Auth(jwt_secret="s" * 64), lambda: NOW_S).identify(
+            Authenticator(Auth(jwt_secret="s" * 64), lambda: NOW_S).identify(
                 token, "", "", loopback=True
             )
     if algorithm == "none":
@@ -229,7 +229,7 @@ def test_no_token_breaks_the_door(token):
 )  # fmt: skip
 def test_names_can_stand_in_topics_and_logs(tenant, subject):
     with pytest.raises(AccessDenied):
-        Doorkeeper(Auth()).identify("", tenant, subject, loopback=True)
+        Authenticator(Auth()).identify("", tenant, subject, loopback=True)
     with pytest.raises(InvalidInput):
         keeper().issue(tenant, subject, ["reader"], 60)
 
@@ -263,7 +263,7 @@ def test_the_command_makes_a_token(capfdbinary):
     words = ["--tenant", "acme", "--subject", "billing", "--role", "reader", "--ttl", "1h"]
     create(words)
     token = capfdbinary.readouterr().out.decode().strip()
-    found = Doorkeeper(Auth(jwt_secret=SECRET)).identify(token, "", "", loopback=False)
+    found = Authenticator(Auth(jwt_secret=SECRET)).identify(token, "", "", loopback=False)
     assert found == Identity("acme", "billing", ("reader",))
     create([*words, "--role", "operator"], json=True)
     row = json.loads(capfdbinary.readouterr().out)
@@ -306,7 +306,7 @@ def test_a_client_may_run_its_own_errands():
 
     async def work() -> None:
         async with penstock.connect("mem:") as bus:
-            gate, acme = Gate(bus.engine), Identity("acme", "app", ("reader",))
+            gate, acme = Authorizer(bus.engine), Identity("acme", "app", ("reader",))
             inbox = requests.CreateTopic("_inbox.0123", TopicSpec(ephemeral=True))
             await gate.ask(acme, inbox)
             with pytest.raises(AccessDenied):

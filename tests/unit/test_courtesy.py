@@ -8,7 +8,7 @@ import time
 
 from penstock.core.admission import Admission, AdmissionLimits, TenantLimits
 from penstock.server.publish import PATIENCE_S, Courtesy
-from penstock.server.transports.tcp import Rest
+from penstock.server.transports.tcp import ReadPause
 
 LIMITS = AdmissionLimits(tenants={"acme": TenantLimits(events_per_s=1_000)})
 
@@ -110,7 +110,7 @@ def test_a_thread_waits_for_a_publish_and_not_for_ever() -> None:
 
 async def test_a_client_rests_as_long_as_it_was_told_and_longer_for_others() -> None:
     courtesy, over = Courtesy(), asyncio.Event()
-    rest = Rest(over.set, courtesy)
+    rest = ReadPause(over.set, courtesy)
     courtesy.begin()
     for courteous, least_s in ((False, 0.002), (True, 0.002 + PATIENCE_S)):
         over.clear()

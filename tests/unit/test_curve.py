@@ -14,7 +14,7 @@ from zmq.utils import z85
 from penstock.model.errors import InvalidSettings
 from penstock.model.settings import Server
 from penstock.server.logs import LINES_PER_S
-from penstock.server.transports.curve import ZAP_ADDRESS, Gate, make_keys, public_key
+from penstock.server.transports.curve import ZAP_ADDRESS, CurveAuthenticator, make_keys, public_key
 from penstock.transport.zeromq import curve_key
 
 
@@ -41,7 +41,9 @@ def test_near_misses_are_no_keys(text: str) -> None:
 async def ask(question: list[bytes], clients: tuple[str, ...]) -> list[bytes]:
     """What the gate answers to a ZAP request."""
     context = zmq.Context()
-    gate = Gate(context, Server(curve_secret_key=make_keys()[1], curve_clients=clients))
+    gate = CurveAuthenticator(
+        context, Server(curve_secret_key=make_keys()[1], curve_clients=clients)
+    )
     asking = context.socket(zmq.REQ)
     asking.set(zmq.RCVTIMEO, 5_000)
     asking.connect(ZAP_ADDRESS)
@@ -74,7 +76,9 @@ async def test_strangers_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -
     """T1: whoever tries keys all day gets so many lines a second."""
     listed, other = make_keys()[0], make_keys()[0]
     context = zmq.Context()
-    gate = Gate(context, Server(curve_secret_key=make_keys()[1], curve_clients=(listed,)))
+    gate = CurveAuthenticator(
+        context, Server(curve_secret_key=make_keys()[1], curve_clients=(listed,))
+    )
     try:
         for _ in range(10 * LINES_PER_S):
             assert gate._judge(zap(other))[0] == b"400"
@@ -93,5 +97,7 @@ async def test_odd_questions_are_refused() -> None:
 async def test_a_list_that_holds_no_key_stops_the_start() -> None:
     context = zmq.Context()
     with pytest.raises(InvalidSettings, match=r"server\.curve_clients"):
-        Gate(context, Server(curve_secret_key=make_keys()[1], curve_clients=("oops",)))
+        CurveAuthenticator(
+            context, Server(curve_secret_key=make_keys()[1], curve_clients=("oops",))
+        )
     context.term()

@@ -8,7 +8,7 @@ import gc
 import pytest
 
 from penstock.model.settings import FastPath as FastPathSettings
-from penstock.server.fastpath import Detour, FastPath
+from penstock.server.fastpath import FastPath, ThreadLane
 
 
 def broken() -> None:
@@ -20,7 +20,7 @@ async def test_work_that_failed_for_nobody_is_not_complained_about(
 ) -> None:
     """Q1: a connection that has ended meanwhile does not look; a client cannot fill the log so."""
     fastpath = FastPath(FastPathSettings())
-    detour: Detour[str, None] = Detour(fastpath, lambda work, item, behind: None)
+    detour: ThreadLane[str, None] = ThreadLane(fastpath, lambda work, item, behind: None)
     assert detour.begin("frame", 1 << 20, broken)
     async with asyncio.timeout(5):
         while detour.busy:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.engines.embedded.schedules import SCHEDULED, Timekeeper
+from penstock.engines.embedded.schedules import SCHEDULED, Scheduler
 from penstock.model.batch import EventBatch
 from penstock.model.event import Identity
 from penstock.model.settings import Limits
@@ -21,7 +21,7 @@ def test_a_delayed_batch_is_kept_with_all_its_columns() -> None:
     )  # fmt: skip
     meta = DraftMeta("orders", codec="raw", part=0, partition=0, deliver_at_us=10)
     draft = inbound(meta, [batch.encode()], Identity(), Limits())
-    stored, due_us = Timekeeper.__new__(Timekeeper).hold_back(draft)
+    stored, due_us = Scheduler.__new__(Scheduler).hold_back(draft)
     assert (stored.topic, stored.codec, stored.count, due_us) == (SCHEDULED, "raw", 3, 10)
     assert list(stored.payloads) == [b"one", b"", b"three"]
     assert [stored.keys, stored.tokens, stored.times_us] == [keys, TOKENS, [1, 2, 3]]

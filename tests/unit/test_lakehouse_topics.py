@@ -82,7 +82,7 @@ class Log:
         for path in paths:
             self.disk.remove(path)
 
-    def _apply(self, result: rewrite.Result) -> list[int]:
+    def _apply(self, result: rewrite.SealingResult) -> list[int]:
         self.manifest.apply(
             result.added, result.removed, sealed_to=result.sealed_to or self.end, at_us=NOW_US
         )

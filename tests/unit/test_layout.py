@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.core.entry import Acked, TopicPut, TopicSpec, decode_entries
 from penstock.engines.embedded.batching import (
     MERGE_EVENTS,
-    Layout,
+    Batcher,
     Submission,
     draft_bytes,
     draft_sizes,
@@ -35,7 +35,7 @@ class Bench:
         disk.make_dir("segments")
         self.log = EventLog(disk, Manifest.load(disk, write=True), cache_bytes=0)
         self.fold = Fold(Dedup())
-        self.layout = Layout(
+        self.layout = Batcher(
             self.log, self.fold, TokenSource(b"seedseed"), Media(**media), lambda: 5_000_000
         )
 

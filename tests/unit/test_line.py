@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from penstock.server.publish import Line
+from penstock.server.publish import TopicOrder
 
 
 async def test_each_waits_for_those_before_it_at_its_topics() -> None:
-    line, seen = Line(), []
+    line, seen = TopicOrder(), []
 
     async def publish(name: str, *topics: str, prepare: asyncio.Event | None = None) -> None:
         with line.join(topics) as place:
@@ -40,7 +40,7 @@ async def test_each_waits_for_those_before_it_at_its_topics() -> None:
 
 
 async def test_who_gives_up_lets_nobody_pass_those_before_it() -> None:
-    line, first = Line(), None
+    line, first = TopicOrder(), None
     first = line.join(["x"])
     with line.join(["x"]):
         pass  # refused before its turn
@@ -55,7 +55,7 @@ async def test_who_gives_up_lets_nobody_pass_those_before_it() -> None:
 
 
 async def test_a_cancelled_wait_leaves_the_others_alone() -> None:
-    line = Line()
+    line = TopicOrder()
     first, second, third = (line.join(["x"]) for _ in range(3))
     gone = asyncio.create_task(second.turn())
     await asyncio.sleep(0)

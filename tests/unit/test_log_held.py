@@ -13,7 +13,7 @@ from penstock.core.entry import GroupSpec
 from penstock.engines.broker.consumer import RemoteLog
 from penstock.engines.broker.engine import wish
 from penstock.engines.broker.tcp import check_size
-from penstock.engines.engine import Stretch, Subscribe
+from penstock.engines.engine import ReadRange, Subscribe
 from penstock.model.batch import EventBatch
 from penstock.model.errors import Fenced, InvalidInput
 from penstock.server.validation import check_subscribe, wanted_by
@@ -128,7 +128,7 @@ async def test_of_too_many_partitions_the_latest_are_named() -> None:
     check_subscribe(wish(client.feed))
     client.broker.frame_bytes = 64 << 10
     client.feed._has = {
-        (f"{number:02}{'x' * 253}", MOST): Stretch(MOST, MOST, MOST) for number in range(99)
+        (f"{number:02}{'x' * 253}", MOST): ReadRange(MOST, MOST, MOST) for number in range(99)
     }
     assert len(say.encode(wish(client.feed))) < 64 << 10
     assert len(wish(client.feed).log_held) == 64
@@ -183,7 +183,7 @@ def test_the_most_that_is_taken() -> None:
     held = [(TOPIC, number, 0, MOST, MOST) for number in range(say.MAX_LOG_HELD)]
     check_subscribe(subscribe(*held))
     wanted = wanted_by(subscribe(*held), penstock.Identity())
-    assert wanted.handed[TOPIC, 7] == Stretch(0, MOST, MOST)
+    assert wanted.handed[TOPIC, 7] == ReadRange(0, MOST, MOST)
     assert len(wanted.handed) == say.MAX_LOG_HELD
 
 
@@ -204,17 +204,17 @@ def test_clients_and_brokers_of_another_age_understand_each_other() -> None:
     ("has", "first"),
     [
         (None, 4),
-        (Stretch(4, 8, 1), 8),
-        (Stretch(0, 10, 1), 10),  # all there is
-        (Stretch(4, 4, 1), 4),
-        (Stretch(0, 3, 1), 4),  # another member got further
-        (Stretch(5, 8, 1), 4),  # 4 it never had
-        (Stretch(4, 11, 1), 4),  # beyond the end: not of this log
-        (Stretch(4, 8, 0), 4),  # from before a reset
-        (Stretch(4, 8, 2), 4),
+        (ReadRange(4, 8, 1), 8),
+        (ReadRange(0, 10, 1), 10),  # all there is
+        (ReadRange(4, 4, 1), 4),
+        (ReadRange(0, 3, 1), 4),  # another member got further
+        (ReadRange(5, 8, 1), 4),  # 4 it never had
+        (ReadRange(4, 11, 1), 4),  # beyond the end: not of this log
+        (ReadRange(4, 8, 0), 4),  # from before a reset
+        (ReadRange(4, 8, 2), 4),
     ],
 )
-async def test_where_a_member_begins(mem: penstock.Bus, has: Stretch | None, first: int) -> None:
+async def test_where_a_member_begins(mem: penstock.Bus, has: ReadRange | None, first: int) -> None:
     """Behind what it has, if all between that and the committed offset is among it."""
     await mem.publish_many(TOPIC, [b"x"] * 10)
     engine: Any = mem.engine
@@ -234,7 +234,7 @@ async def test_what_a_member_is_given_later_begins_at_the_cursor(mem: penstock.B
     await mem.publish_many(TOPIC, [b"x"] * 10)
     engine: Any = mem.engine
     other: Any = await engine.subscribe(Subscribe("g", SPEC, "a", 1))
-    handed = {(TOPIC, 0): Stretch(0, 8, 1)}
+    handed = {(TOPIC, 0): ReadRange(0, 8, 1)}
     reader: Any = await engine.subscribe(Subscribe("g", SPEC, "b", 1, handed=handed))
     assert reader._next == {}
     await other.close()

@@ -12,7 +12,7 @@ from penstock.engines.engine import Handed, Subscribe
 from penstock.model.batch import EventBatch
 from penstock.model.errors import DeliveryError
 from penstock.model.event import Identity
-from penstock.server.subscriptions import LogOutlet
+from penstock.server.subscriptions import LogSubscription
 
 
 class Reader:
@@ -34,7 +34,7 @@ class Reader:
             self.batches.put_nowait(payload)
 
 
-class Outlet(LogOutlet):
+class Outlet(LogSubscription):
     """Answers with payloads."""
 
     def __init__(self, *payloads: bytes) -> None:

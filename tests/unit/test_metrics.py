@@ -44,7 +44,7 @@ from penstock.server.metrics.counters import (
     quantile_s,
 )
 from penstock.server.metrics.engine_stats import Retained, appended_us, owed_by, quotas, standings
-from penstock.server.metrics.pressure import Gauge
+from penstock.server.metrics.pressure import PressureMonitor
 from penstock.server.metrics.prometheus import FAMILIES, Metrics, metrics_routes, reference
 
 ROOT = Path(penstock.__file__).resolve().parent.parent
@@ -59,7 +59,7 @@ class Scraped:
         self.engine: Any = bus.engine
         self.counters = Counters()
         self.fastpath = FastPath(FastPathSettings())
-        self.gauge = Gauge(self.engine, self.counters)
+        self.gauge = PressureMonitor(self.engine, self.counters)
         self.metrics = Metrics(
             self.engine, self.counters, self.gauge, self.fastpath, ClientBytes(1 << 30)
         )

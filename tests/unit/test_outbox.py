@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from penstock.engines.broker.tcp import TcpLink
-from penstock.transport.tcp import Outbox
+from penstock.transport.tcp import SendBuffer
 from penstock.wire.negotiation import answer, choose, offer
 from penstock.wire.stream import MESSAGE_HEAD
 
@@ -37,7 +37,7 @@ class Transport:
 
 async def test_the_first_words_of_a_turn_do_not_wait_for_the_others() -> None:
     transport = Transport()
-    outbox = Outbox(asyncio.get_running_loop(), transport)  # type: ignore[arg-type]
+    outbox = SendBuffer(asyncio.get_running_loop(), transport)  # type: ignore[arg-type]
     for word in (b"a", b"b", b"c"):
         outbox.put([word])
     assert transport.writes == [b"a"]
@@ -49,7 +49,7 @@ async def test_the_first_words_of_a_turn_do_not_wait_for_the_others() -> None:
 
 async def test_nothing_is_written_while_the_peer_is_slow() -> None:
     transport = Transport()
-    outbox = Outbox(asyncio.get_running_loop(), transport)  # type: ignore[arg-type]
+    outbox = SendBuffer(asyncio.get_running_loop(), transport)  # type: ignore[arg-type]
     outbox.pause()
     outbox.put([b"a"])
     outbox.put([b"b"])

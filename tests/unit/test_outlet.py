@@ -11,19 +11,19 @@ import pytest
 from penstock.core.delivery import QueueGroup
 from penstock.core.entry import GroupSpec
 from penstock.core.lease import ACKED, EXPIRED, STATES, Member
-from penstock.engines.embedded.delivery import Inbox, LeasedBatch, Stretch
+from penstock.engines.embedded.delivery import Inbox, LeasedBatch, LeasedRange
 from penstock.engines.engine import Subscribe
 from penstock.model.batch import EventBatch
 from penstock.model.errors import Corrupted, PenstockError
 from penstock.model.event import Identity
-from penstock.server.subscriptions import SWEEP_LEAST, QueueOutlet
+from penstock.server.subscriptions import SWEEP_LEAST, QueueSubscription
 from penstock.wire.frame import Frame, Kind
 from penstock.wire.message import Settlement
 
 FEED = 7
 
 
-class Open(dict[int, QueueOutlet]):
+class Open(dict[int, QueueSubscription]):
     """The feeds of a session; notes which ended."""
 
     def __init__(self, client: Client) -> None:
@@ -66,7 +66,7 @@ class Client:
         return self._delivery
 
 
-class Outlet(QueueOutlet):
+class Outlet(QueueSubscription):
     """Notes what it would send; a delivery that is an error fails."""
 
     def __init__(self, client: Client, inbox: Inbox) -> None:
@@ -214,7 +214,7 @@ async def test_after_leaving_nothing_goes_out(inbox: Inbox) -> None:
 def stretch(count: int) -> Any:
     """Leased events, nothing settled."""
     lease: Any = SimpleNamespace(states=bytearray(count), attempt=1)
-    return Stretch(cast(Any, None), lease, 0, count, lambda: 0.0, lambda group: None)
+    return LeasedRange(cast(Any, None), lease, 0, count, lambda: 0.0, lambda group: None)
 
 
 async def test_what_ran_out_is_let_go_of_and_what_is_out_stays(inbox: Inbox) -> None:
@@ -265,7 +265,7 @@ async def test_what_was_sent_is_not_kept(inbox: Inbox) -> None:
     batch = EventBatch.build("t", [b"1", b"2"])
     client = Tally()
     wanted = Subscribe("g", group.spec, "m", 10, Identity())
-    outlet = QueueOutlet(cast(Any, client), FEED, wanted, inbox)
+    outlet = QueueSubscription(cast(Any, client), FEED, wanted, inbox)
     inbox.put(LeasedBatch(group, lease, batch, lambda: 0.0, lambda group: None, lambda: 0))
     [(number, held)] = outlet.held.items()
     assert not hasattr(held, "batch")
@@ -285,7 +285,7 @@ async def test_what_is_handed_out_after_later_events_of_its_lease_runs_out_too(
     member, now = group.join("m", 10), 0.0
     (lease,) = group.dispatch(now)
     wanted = Subscribe("g", group.spec, "m", 10, Identity())
-    outlet = QueueOutlet(cast(Any, Tally()), FEED, wanted, inbox)
+    outlet = QueueSubscription(cast(Any, Tally()), FEED, wanted, inbox)
     for base in (0, 3):
         batch = EventBatch.build("t", [b"x"] * 3)
         batch.base_offset = base

@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engines.embedded.batching import COMPANY_BYTES, Pending
+from penstock.engines.embedded.batching import COMPANY_BYTES, CommitQueue
 
 
 class Job:
-    """As much of a submission as `Pending` looks at."""
+    """As much of a submission as `CommitQueue` looks at."""
 
     def __init__(self, tenant: str, size: int, patience_s: float = 0.0) -> None:
         self.tenant = tenant
@@ -21,19 +21,19 @@ def fits(job: Job, size: int) -> bool:
     return True
 
 
-def fill(pending: Pending, *jobs: tuple[str, int]) -> None:
+def fill(pending: CommitQueue, *jobs: tuple[str, int]) -> None:
     for tenant, size in jobs:
         pending.add(Job(tenant, size))  # type: ignore[arg-type]
 
 
 def take(
-    pending: Pending, budget: int = 100, quantum: int = 10, fits=fits
+    pending: CommitQueue, budget: int = 100, quantum: int = 10, fits=fits
 ) -> list[tuple[str, int]]:
     return [(job.tenant, job.size) for job in pending.take(budget, quantum, fits)]
 
 
 def test_a_flood_of_one_tenant_takes_one_quantum_of_a_shared_commit() -> None:
-    pending = Pending()
+    pending = CommitQueue()
     fill(pending, *[("noisy", 5)] * 1_000, ("quiet", 5), ("calm", 5))
     taken = take(pending)
     assert taken.count(("noisy", 5)) == 2
@@ -42,13 +42,13 @@ def test_a_flood_of_one_tenant_takes_one_quantum_of_a_shared_commit() -> None:
 
 
 def test_alone_a_tenant_gets_the_whole_budget() -> None:
-    pending = Pending()
+    pending = CommitQueue()
     fill(pending, *[("noisy", 5)] * 1_000)
     assert len(take(pending)) == 20
 
 
 def test_a_submission_over_the_quantum_or_the_budget_still_goes_in_its_turn() -> None:
-    pending = Pending()
+    pending = CommitQueue()
     fill(pending, ("a", 50), ("b", 5))
     assert take(pending) == [("a", 50), ("b", 5)]
     fill(pending, ("a", 500))
@@ -56,7 +56,7 @@ def test_a_submission_over_the_quantum_or_the_budget_still_goes_in_its_turn() ->
 
 
 def test_who_had_a_turn_goes_to_the_back() -> None:
-    pending = Pending()
+    pending = CommitQueue()
     fill(pending, ("a", 60), ("a", 60), ("b", 60), ("c", 60))
     order = []
     while pending:
@@ -65,7 +65,7 @@ def test_who_had_a_turn_goes_to_the_back() -> None:
 
 
 def test_what_does_not_fit_stays() -> None:
-    pending = Pending()
+    pending = CommitQueue()
     fill(pending, ("a", 5), ("a", 6))
     assert take(pending, fits=lambda job, size: size <= 5) == [("a", 5)]
     assert take(pending, fits=lambda job, size: False) == []
@@ -77,7 +77,7 @@ def test_what_does_not_fit_stays() -> None:
 
 def test_the_patient_wait_for_company_and_do_not_make_it_large() -> None:
     """T11: a tenant ahead of its rate costs others no sync of its own."""
-    pending = Pending()
+    pending = CommitQueue()
     patient = [Job("ahead", 1_000, patience_s=1.0) for _ in range(200)]
     for job in patient:
         pending.add(job)  # type: ignore[arg-type]
@@ -96,7 +96,7 @@ def test_the_patient_wait_for_company_and_do_not_make_it_large() -> None:
 
 
 def test_what_is_patient_and_large_goes_alone_when_nobody_comes() -> None:
-    pending = Pending()
+    pending = CommitQueue()
     fill(pending, ("calm", 5))
     large = Job("ahead", 2 * COMPANY_BYTES, patience_s=1.0)
     pending.add(large)  # type: ignore[arg-type]
@@ -110,7 +110,7 @@ JOBS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 30)), max_size
 
 @given(JOBS, st.integers(1, 60), st.integers(1, 20))
 def test_everything_is_taken_once_in_order_per_tenant(jobs, budget, quantum) -> None:
-    pending = Pending()
+    pending = CommitQueue()
     fill(pending, *jobs)
     taken, commits = [], 0
     while pending:

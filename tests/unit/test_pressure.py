@@ -28,11 +28,11 @@ from penstock.server.metrics.pressure import (
     STEP_S,
     WINDOWS_S,
     Burn,
-    Gauge,
     GroupPressure,
     History,
     Objectives,
     Pressure,
+    PressureMonitor,
     pressure_routes,
     total_pressure,
 )
@@ -172,7 +172,7 @@ def test_waiting_events_are_pressure_until_they_are_taken(world: Callable[..., A
 
     async def work(bus: penstock.Bus) -> list[GroupPressure]:
         engine: Any = bus.engine
-        gauge = Gauge(engine, Counters(), cpu_s=lambda: 0.0)
+        gauge = PressureMonitor(engine, Counters(), cpu_s=lambda: 0.0)
         await engine.groups.ensure("billing", GroupSpec(patterns=("orders",)))
         await bus.publish_many("orders", [b"x"] * 10)
         found = []
@@ -208,7 +208,7 @@ def test_one_poisonous_event_is_not_pressure(world: Callable[..., Any]) -> None:
     """What waits for its next attempt is old, but more consumers would not help."""
 
     async def work(bus: penstock.Bus) -> Pressure:
-        gauge = Gauge(bus.engine, Counters(), cpu_s=lambda: 0.0)  # type: ignore[arg-type]
+        gauge = PressureMonitor(bus.engine, Counters(), cpu_s=lambda: 0.0)  # type: ignore[arg-type]
         async with bus.subscribe("orders", group="billing") as events:
             await bus.publish("orders", b"poison")
             await (await anext(events)).nack(delay_s=3_600)
@@ -226,7 +226,7 @@ def test_burn_rates_come_from_publishes_and_refusals(world: Callable[..., Any]) 
 
     async def work(bus: penstock.Bus) -> Pressure:
         counters = Counters()
-        gauge = Gauge(bus.engine, counters, cpu_s=lambda: 0.0)  # type: ignore[arg-type]
+        gauge = PressureMonitor(bus.engine, counters, cpu_s=lambda: 0.0)  # type: ignore[arg-type]
         watch = asyncio.create_task(gauge.run())
         for _ in range(600):
             await asyncio.sleep(1.0)
@@ -251,7 +251,7 @@ def test_the_percentile_forgets(world: Callable[..., Any]) -> None:
 
     async def work(bus: penstock.Bus) -> list[float]:
         counters = Counters()
-        gauge = Gauge(bus.engine, counters, cpu_s=lambda: 0.0)  # type: ignore[arg-type]
+        gauge = PressureMonitor(bus.engine, counters, cpu_s=lambda: 0.0)  # type: ignore[arg-type]
         watch = asyncio.create_task(gauge.run())
         found = []
         for seconds in (2.0, 0.002):
@@ -275,7 +275,7 @@ async def test_saturation_is_use_against_limits(tmp_path: Path) -> None:
     async with penstock.connect(tmp_path, server__max_connections=50, **limits) as bus:
         engine: Any = bus.engine
         counters = Counters()
-        gauge = Gauge(engine, counters, cpu_s=lambda: clock["cpu"])
+        gauge = PressureMonitor(engine, counters, cpu_s=lambda: clock["cpu"])
         assert set(gauge.read().saturation.values()) == {0.0}
         engine.admission.admit("acme", "orders", 75, 10, 0.0)
         counters.connection(10)
@@ -302,7 +302,7 @@ async def test_saturation_is_use_against_limits(tmp_path: Path) -> None:
 async def test_the_document_over_http(mem: penstock.Bus) -> None:
     """Row T15: one JSON document; the paths that the guide's autoscalers read are there."""
     engine: Any = mem.engine
-    gauge = Gauge(engine, Counters())
+    gauge = PressureMonitor(engine, Counters())
     await mem.publish_many("orders", [b"x"] * 3)
     await engine.groups.ensure("billing", GroupSpec(patterns=("orders",)))
     app = Starlette(routes=pressure_routes(gauge.read))
@@ -338,7 +338,7 @@ async def test_only_the_worst_groups_are_shown(
         await engine.groups.ensure(name, GroupSpec(patterns=("other",)))
     await engine.groups.ensure("late", GroupSpec(patterns=("orders",)))
     await asyncio.sleep(0.01)
-    found = Gauge(engine, Counters()).read()
+    found = PressureMonitor(engine, Counters()).read()
     assert list(found.groups) == ["late", "idle-1"]
     assert (found.groups_left_out, found.lag) == (2, 1)
 

@@ -82,7 +82,7 @@ def test_kinds() -> None:
 
 def test_old_commands() -> None:
     found = re.findall(r"^\| (0x[0-9a-f]{2}) \| ([A-Z]+) \| (?!client|broker)", TEXT, re.MULTILINE)
-    commands = [*oldcommand.Command, *oldcommand.Reply]
+    commands = [*oldcommand.Command, *oldcommand.LegacyReply]
     assert found == [(f"0x{each:02x}", each.name) for each in commands]
 
 

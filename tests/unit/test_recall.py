@@ -9,7 +9,7 @@ from penstock.core.state import REMEMBERED_PUBLISHES, SessionState, State, load_
 from penstock.engines.broker.engine import MAX_TRANSACTIONS
 from penstock.engines.broker.publisher import MAX_UNDER_WAY
 from penstock.model.errors import ConnectionLost, Deferred
-from penstock.server.publish import Recall
+from penstock.server.publish import RequestWindow
 
 MOST = REMEMBERED_PUBLISHES
 
@@ -29,7 +29,7 @@ def test_a_client_has_fewer_under_way_than_are_remembered() -> None:
 
 @pytest.mark.parametrize("stored", [0, 1, MOST - 1, MOST, MOST + 1, 3 * MOST])
 def test_what_may_have_been_stored_is_known_or_refused(stored: int) -> None:
-    known, recall = session(stored), Recall()
+    known, recall = session(stored), RequestWindow()
     for sequence in range(1, stored - MOST + 1):
         with pytest.raises(ConnectionLost) as raised:
             recall.begin(sequence, known)
@@ -42,7 +42,7 @@ def test_what_may_have_been_stored_is_known_or_refused(stored: int) -> None:
 
 
 def test_new_ones_are_refused_beyond_what_is_remembered_and_repeated_ones_never() -> None:
-    known, recall = session(10), Recall()
+    known, recall = session(10), RequestWindow()
     for sequence in range(11, 11 + MOST):
         recall.begin(sequence, known)
     with pytest.raises(Deferred, match="nothing of this one was stored") as raised:
@@ -55,7 +55,7 @@ def test_new_ones_are_refused_beyond_what_is_remembered_and_repeated_ones_never(
 
 
 def test_who_cannot_come_back_may_have_as_many_as_it_likes() -> None:
-    recall = Recall()
+    recall = RequestWindow()
     for sequence in range(4 * MOST):
         recall.begin(sequence, None)
 

@@ -21,7 +21,7 @@ from penstock.core.entry import (
 )
 from penstock.core.state import pieces_of
 from penstock.log.disk import read_file
-from penstock.log.journal import BATCH, CONTROL, GROUP, Frame, encode_group
+from penstock.log.journal import BATCH, CONTROL, GROUP, JournalFrame, encode_group
 from penstock.log.memory_disk import MemoryDisk
 from penstock.log.snapshot import FOLDER, KEPT, PARTITION_SHIFT, Fold, snapshot_path
 from penstock.model.batch import EventBatch
@@ -45,8 +45,8 @@ ENTRIES = [
 ]
 
 
-def frame(kind: int, body: bytes, position: int = 0) -> Frame:
-    return Frame(position, kind, memoryview(body), 0, 1)
+def frame(kind: int, body: bytes, position: int = 0) -> JournalFrame:
+    return JournalFrame(position, kind, memoryview(body), 0, 1)
 
 
 def tokens(count: int, start: int = 0) -> list[bytes]:

@@ -32,7 +32,7 @@ from penstock.core.lease import (
 )
 from penstock.engines.broker.channel import Channel
 from penstock.engines.embedded.delivery import TIME_TO_LIVE
-from penstock.engines.engine import Handed, Stretch, Subscribe
+from penstock.engines.engine import Handed, ReadRange, Subscribe
 from penstock.model.batch import EventBatch
 from penstock.model.errors import BusClosed, Fenced, PenstockError
 from penstock.model.event import Event
@@ -385,7 +385,7 @@ class RemoteLog:
         self._channel = channel
         self._leave = leave
         self._marked: dict[tuple[str, int], tuple[int, int]] = {}
-        self._has: dict[tuple[str, int], Stretch] = {}
+        self._has: dict[tuple[str, int], ReadRange] = {}
         """What was handed out and is not committed, by partition; the latest comes last."""
         self._stopped: PenstockError | None = None
 
@@ -404,7 +404,7 @@ class RemoteLog:
         before = self._has.pop(place, None)
         if before and before.epoch == epoch and before.start <= start <= before.stop:
             start = before.start
-        self._has[place] = Stretch(start, batch.end_offset, epoch)
+        self._has[place] = ReadRange(start, batch.end_offset, epoch)
 
     def in_hand(self) -> list[LogHeld]:
         """What a broker that was restarted need not hand out again; of too many, the latest."""

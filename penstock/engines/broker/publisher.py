@@ -43,7 +43,7 @@ class _Refusal:
     error: Throttled
 
 
-class Respite:
+class RecentRefusals:
     """The last refusal of each tenant that a client publishes for.
 
     >>> respite = Respite()
@@ -159,7 +159,7 @@ class RemotePublisher:
         """When the next frames go out, if `_due` is there."""
         self._sequence = 0
         self._under_way: set[asyncio.Task[None]] = set()
-        self._respite = Respite()
+        self._respite = RecentRefusals()
 
     def next_sequence(self) -> int:
         """A number for a publish or transaction, larger than all before."""

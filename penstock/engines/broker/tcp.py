@@ -17,7 +17,7 @@ from penstock.model.errors import (
     PenstockError,
     ProtocolViolation,
 )
-from penstock.transport.tcp import Outbox, keep_alive, large_room
+from penstock.transport.tcp import SendBuffer, keep_alive, large_room
 from penstock.wire.frame import BODY_HEAD, MAX_PARTS, PART_LENGTH, Frame
 from penstock.wire.limits import check_message
 from penstock.wire.negotiation import MAX_NEGOTIATION_BYTES, NEGOTIATE, Choice, chosen, offer
@@ -157,7 +157,7 @@ class TcpLink(asyncio.BufferedProtocol):
         self._on_lost: Callable[[str], None] | None = None
         self._opening: asyncio.Future[Choice] | None = None
         self._transport: asyncio.Transport | None = None
-        self._outbox: Outbox | None = None
+        self._outbox: SendBuffer | None = None
 
     # -- what the engine calls -----------------------------------------------------------------------
 
@@ -239,7 +239,7 @@ class TcpLink(asyncio.BufferedProtocol):
         keep_alive(transport.get_extra_info("socket"))
         # uvloop's transports do not derive from asyncio's.
         self._transport = cast(asyncio.Transport, transport)
-        self._outbox = Outbox(asyncio.get_running_loop(), self._transport)
+        self._outbox = SendBuffer(asyncio.get_running_loop(), self._transport)
         self._outbox.put([offer(self._offered)])
 
     def get_buffer(self, sizehint: int) -> memoryview:

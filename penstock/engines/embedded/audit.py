@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from penstock.core.audit import AuditEntry, State
 from penstock.core.entry import Audited, as_recovered
 from penstock.engines.embedded.batching import Submission
-from penstock.engines.embedded.runtime import Errands
+from penstock.engines.embedded.runtime import BackgroundTasks
 from penstock.log.audit_log import AuditLog
 from penstock.log.audit_reader import AuditReader
 from penstock.log.manifest import AuditMark
@@ -48,7 +48,7 @@ class AuditTrail:
         self.position = recovered.position
         """Everything before this journal position is in the chain."""
         self._turn = asyncio.Lock()
-        self._errands = Errands()
+        self._errands = BackgroundTasks()
         self.failure: str | None = None
         """Why nothing more is chained in this life; the next one catches up."""
         self._late = [_chained(entry, ref) for ref, entry in recovered.audited]

@@ -106,7 +106,7 @@ class Source(Protocol):
         ...
 
 
-class Pending:
+class CommitQueue:
     """Submissions by tenant, in turns.
 
     >>> pending = Pending()
@@ -220,7 +220,7 @@ class Placed(NamedTuple):
     inner: int
 
 
-class Layout:
+class Batcher:
     """Turns submissions into journal entries."""
 
     def __init__(

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.core.entry import encode_entries
 from penstock.core.lease import Lease
-from penstock.engines.embedded.batching import Layout, Pending, Placed, Source, Submission
-from penstock.engines.embedded.runtime import SIDE_BY_SIDE, Runtime, Turnstile, Writer, Writing
+from penstock.engines.embedded.batching import Batcher, CommitQueue, Placed, Source, Submission
+from penstock.engines.embedded.runtime import SIDE_BY_SIDE, FairGate, Runtime, Writer, Writing
 from penstock.log.journal import CONTROL, Commit, Journal, frame_bytes
 from penstock.model.batch import event_bytes
 from penstock.model.errors import BusClosed, DiskRefused, PenstockError, WriterFailed
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # -- taken ----------------------------------------------------------------------------------------
 
 
-class Taken:
+class OpenCommit:
     """One commit and what to do when it is durable."""
 
     __slots__ = ("commit", "drained", "flushes", "leases", "placed", "submissions")
@@ -101,12 +101,12 @@ class CommitLoop:
     def __init__(
         self,
         journal: Journal,
-        layout: Layout,
+        layout: Batcher,
         source: Source,
         runtime: Runtime,
         settings: Settings,
         laid: Callable[[list[Placed]], None],
-        committed: Callable[[Taken], None],
+        committed: Callable[[OpenCommit], None],
     ) -> None:
         self.failed: PenstockError | None = None
         self.commits = 0
@@ -120,15 +120,15 @@ class CommitLoop:
         self._settings = settings
         self._laid = laid
         self._committed = committed
-        self._pending = Pending()
+        self._pending = CommitQueue()
         self._wake = asyncio.Event()
         self._linger: asyncio.TimerHandle | None = None
         self._due = False
         """Whether what the machines have to write is worth a commit of its own by now."""
-        self._way_in = Turnstile()
+        self._way_in = FairGate()
         self._room: asyncio.Future[None] | None = None
         self._flushes: list[asyncio.Future[None]] = []
-        self._under_way: deque[tuple[Writing | None, Taken]] = deque()
+        self._under_way: deque[tuple[Writing | None, OpenCommit]] = deque()
         """Taken and not known to be durable, oldest first; None where there was nothing to write."""
         self._task: asyncio.Task[None] | None = None
         self._syncer: asyncio.Task[None] | None = None
@@ -334,7 +334,7 @@ class CommitLoop:
             self._under_way.popleft()
             self._finish(taken, took_s)
 
-    def _finish(self, taken: Taken, took_s: float) -> None:
+    def _finish(self, taken: OpenCommit, took_s: float) -> None:
         if taken.commit.entries:
             self.commits += 1
             self.write_s += took_s
@@ -364,9 +364,9 @@ class CommitLoop:
             CONTROL_ROOM_BYTES, self._source.news_bytes()
         )
 
-    def _take(self, now_us: int) -> Taken:
+    def _take(self, now_us: int) -> OpenCommit:
         commit = self._journal.begin(now_us, self._first_bytes())
-        taken = Taken(commit)
+        taken = OpenCommit(commit)
         taken.drained = self._journal.fits(commit, self._source.news_bytes(), reserve=True)
         if taken.drained:
             self._drain(taken)
@@ -391,13 +391,13 @@ class CommitLoop:
                 raise
         return taken
 
-    def _lease_at_once(self, taken: Taken) -> None:
+    def _lease_at_once(self, taken: OpenCommit) -> None:
         """Members that wait get leases in the commit of the events themselves, where there is room."""
         self._laid(taken.placed)
         if self._due and self._journal.fits(taken.commit, self._source.news_bytes(), reserve=True):
             self._drain(taken)
 
-    def _drain(self, taken: Taken) -> None:
+    def _drain(self, taken: OpenCommit) -> None:
         self._due = False
         if self._linger is not None:  # what it waited for goes now
             self._linger.cancel()

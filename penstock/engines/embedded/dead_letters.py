@@ -17,7 +17,7 @@ from penstock.core.delivery import QueueGroup
 from penstock.core.entry import Acked, Audited, Dead, DeadPurged, DeadReplayed, Entry, as_recovered
 from penstock.core.lease import Doomed, Lane
 from penstock.core.state import DeadLetter
-from penstock.engines.embedded.runtime import Errands
+from penstock.engines.embedded.runtime import BackgroundTasks
 from penstock.engines.engine import Draft
 from penstock.engines.requests import (
     DeadLetterDetail,
@@ -65,7 +65,7 @@ def dead_letter_topic(tenant: str) -> str:
     return f"{DEAD_LETTERS}{tenant}"
 
 
-class Verdict(msgspec.Struct):
+class RequestVerdict(msgspec.Struct):
     """What a requester is told when its request became a dead letter."""
 
     consumer: str
@@ -99,7 +99,7 @@ async def detail_of(
     return DeadLetterDetail(letter, event.payload, event.key, headers, event.codec, token)
 
 
-class Graveyard:
+class DeadLetterStore:
     """Buries doomed events, and serves those who look after the dead."""
 
     def __init__(self, engine: EmbeddedEngine) -> None:
@@ -108,7 +108,7 @@ class Graveyard:
         self.revived: Callable[[str, str], None] = lambda tenant, topic: None
         """Told of every dead letter that was given back."""
         self._engine = engine
-        self._burials = Errands()
+        self._burials = BackgroundTasks()
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     # -- burying -------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ class Graveyard:
             late = expires_us is not None and expires_us <= self._engine.runtime.wall_us()
             if late or not is_inbox(inbox) or inbox not in self._engine.state.topics:
                 continue
-            verdict = Verdict(consumer, each.attempts, each.reason)
+            verdict = RequestVerdict(consumer, each.attempts, each.reason)
             draft = Draft(inbox, [msgspec.json.encode(verdict)], tenant=event.tenant, codec="json")
             draft.headers = [{REJECTED: correlation}]
             drafts.append(draft)

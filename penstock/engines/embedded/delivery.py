@@ -20,7 +20,7 @@ from itertools import chain, islice
 from typing import Any, TypeVar
 
 from penstock.core import delivery as intervention
-from penstock.core.admission import AdmissionLimits, Windows
+from penstock.core.admission import AdmissionLimits, TenantCredit
 from penstock.core.delivery import (
     BACK_WITHOUT,
     MAX_LEASE_EVENTS,
@@ -45,7 +45,7 @@ from penstock.model.event import Event
 TIME_TO_LIVE = "its time to live was over"
 
 
-class Stretch:
+class LeasedRange:
     """Neighbours of one lease in the hands of a consumer; `index` counts from the first of them.
 
     Offsets and no events: those of a client lie in its memory, and need not lie in the broker's.
@@ -141,7 +141,7 @@ class Stretch:
         self._touched(self.group)
 
 
-class LeasedBatch(Stretch):
+class LeasedBatch(LeasedRange):
     """A stretch of one lease that lies in one batch, with its events."""
 
     __slots__ = ("_events", "_next", "_wall_us", "batch")
@@ -203,12 +203,12 @@ class LeasedBatch(Stretch):
             return self.batch.count - len(skip)
         return max(0, self.batch.count - known - sum(index >= known for index in skip))
 
-    def without_events(self) -> Stretch:
+    def without_events(self) -> LeasedRange:
         """What is left to keep when the events were sent."""
-        return Stretch(self.group, self.lease, self.shift, self.count, self.now, self._touched)
+        return LeasedRange(self.group, self.lease, self.shift, self.count, self.now, self._touched)
 
 
-class Unread:
+class LeaseRead:
     """A lease whose events must be read from files before they reach its member."""
 
     __slots__ = ("lease", "reading")
@@ -227,7 +227,7 @@ class Inbox:
         self.member = member
         self.taker: Callable[[LeasedBatch], bool] | None = None
         """Takes what arrives at once, if it can; what it does not take waits for `receive`."""
-        self.line: deque[Unread] = deque()
+        self.line: deque[LeaseRead] = deque()
         """Leases whose events are being read from files, and those behind them: put in this order."""
         self._leave = leave
         self._waiting: deque[LeasedBatch] = deque()
@@ -303,7 +303,7 @@ READ_AHEAD = 2  # leases of one member: the second is read while the first is se
 Put = Callable[[QueueGroup, Inbox, Lease, Sequence[EventBatch]], None]
 
 
-class ColdLines:
+class FileReads:
     """The lines of all members of one engine; where each stands is in its inbox."""
 
     def __init__(
@@ -317,7 +317,7 @@ class ColdLines:
 
     def add(self, group: QueueGroup, inbox: Inbox, lease: Lease) -> None:
         """Begin to read a lease's events; they are put behind what the member was leased before."""
-        inbox.line.append(Unread(lease))
+        inbox.line.append(LeaseRead(lease))
         self._begin(inbox)
         if len(inbox.line) == 1:
             self._spawn(self._serve(group, inbox))
@@ -346,7 +346,7 @@ class ColdLines:
                     each.reading.cancel()
             line.clear()
 
-    async def _deliver(self, group: QueueGroup, inbox: Inbox, unread: Unread) -> None:
+    async def _deliver(self, group: QueueGroup, inbox: Inbox, unread: LeaseRead) -> None:
         lease = unread.lease
         offset = lease.start
         while True:
@@ -421,7 +421,7 @@ class Dispatcher:
         self.groups: dict[str, QueueGroup] = {}
         self.failures = [0] * len(STATES)
         """Of all groups, those that are gone included."""
-        self.windows = Windows(limits, self.touched)
+        self.windows = TenantCredit(limits, self.touched)
         self.paused = False
         """Nothing more is leased: the process is about to end."""
         self._log = log
@@ -439,7 +439,7 @@ class Dispatcher:
         self._alarms: dict[str, tuple[float, asyncio.TimerHandle]] = {}
         """When each machine is to be looked at again; handles of uvloop do not say it themselves."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._cold = ColdLines(log, runtime, self._put, self.touched)
+        self._cold = FileReads(log, runtime, self._put, self.touched)
         self._owner: dict[int, QueueGroup] = {}
 
     # -- groups and members --------------------------------------------------------------------
@@ -493,14 +493,14 @@ class Dispatcher:
 
     def adopt(
         self, inbox: Inbox, place: tuple[str, int], start: int, count: int, attempt: int
-    ) -> Stretch | None:
+    ) -> LeasedRange | None:
         """A member came back after a crash of this process: give it what it held, if it can be."""
         group, now = inbox.group, self._runtime.now
         lane = group.lanes.get(place)
         if lane is None or not 0 < count <= MAX_LEASE_EVENTS:
             return None
         lease = adopt(group, lane, start, count, attempt, inbox.member, now())
-        return None if lease is None else Stretch(group, lease, 0, count, now, self.touched)
+        return None if lease is None else LeasedRange(group, lease, 0, count, now, self.touched)
 
     def release(self, inbox: Inbox, *, alone: bool) -> None:
         """A member that is back holds what it adopted, and no more; `alone`: nor does anybody else."""
@@ -512,7 +512,7 @@ class Dispatcher:
     def take_back(
         self,
         inbox: Inbox,
-        kept: Iterable[Stretch],
+        kept: Iterable[LeasedRange],
         reason: str = BACK_WITHOUT,
         *,
         away: bool = False,
@@ -726,7 +726,7 @@ class Dispatcher:
             try:
                 sources = self._log.plan(run.lane.topic, run.lane.partition, offset, stop - offset)
                 batches = await self._runtime.read(self._log.load, sources, offset, stop - offset)
-            except OffsetExpired as error:  # retention overtook the group: `ColdLines` will see
+            except OffsetExpired as error:  # retention overtook the group: `FileReads` will see
                 gone = min(stop, max(error.first_offset, offset + 1)) - offset
                 keys += [None] * gone
                 priorities += [0] * gone

@@ -28,18 +28,18 @@ from penstock.core.routes import RouteCatalogue
 from penstock.core.state import DeadLetterEntry
 from penstock.engines.embedded.admin import Administration
 from penstock.engines.embedded.audit import AuditTrail
-from penstock.engines.embedded.batching import Layout, Placed
-from penstock.engines.embedded.commit import CommitLoop, StoredBytes, Taken
-from penstock.engines.embedded.dead_letters import Graveyard
+from penstock.engines.embedded.batching import Batcher, Placed
+from penstock.engines.embedded.commit import CommitLoop, OpenCommit, StoredBytes
+from penstock.engines.embedded.dead_letters import DeadLetterStore
 from penstock.engines.embedded.delivery import Dispatcher
 from penstock.engines.embedded.groups import Groups
 from penstock.engines.embedded.log_groups import LogGroup
-from penstock.engines.embedded.lost_events import Unread
-from penstock.engines.embedded.maintenance import Brake, Housekeeper
-from penstock.engines.embedded.publisher import Intake, Keyring, Topics
+from penstock.engines.embedded.lost_events import LostEvents
+from penstock.engines.embedded.maintenance import Maintenance, SealingBacklog
+from penstock.engines.embedded.publisher import Publisher, TopicMaker, TransactionKeys
 from penstock.engines.embedded.reader import event_at, stored_batches
 from penstock.engines.embedded.runtime import Runtime
-from penstock.engines.embedded.schedules import Timekeeper
+from penstock.engines.embedded.schedules import Scheduler
 from penstock.engines.engine import Draft, LogFeed, QueueFeed, Request, Subscribe, Transaction
 from penstock.engines.requests import known_partition
 from penstock.log.disk import Disk, Lock, no_folder, read_file, refused, unusable, write_file
@@ -126,9 +126,9 @@ class EmbeddedEngine:
         self.journal = Journal(
             self.disk, self.settings.journal, position=found.position, epoch=found.epoch + 1
         )
-        self.topics = Topics(self)
-        self.intake = Intake(self)
-        self.keyring = Keyring(self)
+        self.topics = TopicMaker(self)
+        self.intake = Publisher(self)
+        self.keyring = TransactionKeys(self)
         for topic, spec in self.state.topics.items():
             self.topics.set_floors(topic, spec)
         segments = self.log.manifest.segments()
@@ -140,9 +140,9 @@ class EmbeddedEngine:
                 await self.runtime.read(read_file, self.disk, ROUTES)
             )
         tokens = TokenSource(self.runtime.entropy(8))
-        layout = Layout(self.log, self.fold, tokens, self.settings.media, self.runtime.wall_us)
+        layout = Batcher(self.log, self.fold, tokens, self.settings.media, self.runtime.wall_us)
         self.layout = layout
-        self.graveyard = Graveyard(self)
+        self.graveyard = DeadLetterStore(self)
         self.handovers = Handovers(self.disk, found.epoch)
         self.dispatcher = Dispatcher(
             self.log,
@@ -158,12 +158,12 @@ class EmbeddedEngine:
             self.journal, layout, self.dispatcher, self.runtime, self.settings, self._laid,
             self._committed,
         )  # fmt: skip
-        self.brake = Brake(self.runtime, self.settings)
+        self.brake = SealingBacklog(self.runtime, self.settings)
         self.groups = Groups(self)
-        self.timekeeper = Timekeeper(self)
+        self.timekeeper = Scheduler(self)
         self.administration = Administration(self)
-        self.housekeeper = Housekeeper(self)
-        self.unread = Unread(self)
+        self.housekeeper = Maintenance(self)
+        self.unread = LostEvents(self)
         self.audit.start()
         self.commits.start()
         ended = self.groups.restore()
@@ -259,7 +259,7 @@ class EmbeddedEngine:
         for group in foreseen.values():
             self.dispatcher.pump(group)
 
-    def _committed(self, taken: Taken) -> None:
+    def _committed(self, taken: OpenCommit) -> None:
         """A commit is durable: let readers see it and members have it."""
         touched: dict[int, Any] = {}
         base = self.journal.base

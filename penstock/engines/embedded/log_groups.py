@@ -12,14 +12,14 @@ from penstock.core.entry import Committed, Entry
 from penstock.core.state import GroupState, Place
 from penstock.engines.embedded.reader import READ_EVENTS, load
 from penstock.engines.embedded.runtime import Runtime
-from penstock.engines.engine import Handed, Stretch
+from penstock.engines.engine import Handed, ReadRange
 from penstock.log.event_log import EventLog
 from penstock.model.batch import EventBatch
 from penstock.model.errors import BusClosed, Fenced, PenstockError
 
 # How long a member may sit on a partition that another is to take over.
 REVOKE_S = 30.0
-NOTHING: Mapping[Place, Stretch] = MappingProxyType({})
+NOTHING: Mapping[Place, ReadRange] = MappingProxyType({})
 
 
 class LogReader:
@@ -235,7 +235,7 @@ class LogGroup:
         )
         self._alarm: asyncio.TimerHandle | None = None
 
-    def join(self, member: str, handed: Mapping[Place, Stretch] = NOTHING) -> LogReader:
+    def join(self, member: str, handed: Mapping[Place, ReadRange] = NOTHING) -> LogReader:
         """A consumer begins to read; one that is there under its name gets no more.
 
         `handed` is what it has from before this process was restarted. That counts only for what it is
@@ -283,7 +283,7 @@ class LogGroup:
             reader.ring()
 
     def _tell(
-        self, changes: Changes[Place], joins: str = "", handed: Mapping[Place, Stretch] = NOTHING
+        self, changes: Changes[Place], joins: str = "", handed: Mapping[Place, ReadRange] = NOTHING
     ) -> None:
         for reader in self.readers.values():
             reader.generation = changes.generation
@@ -296,7 +296,7 @@ class LogGroup:
                 self.readers[member].granted(place, self._start(place, has))
         self._arm()
 
-    def _start(self, place: Place, has: Stretch | None) -> int:
+    def _start(self, place: Place, has: ReadRange | None) -> int:
         """Where a member reads a partition from: behind what it has, if that leaves nothing out."""
         cursor = self.state.cursors[place]
         if has is None or has.epoch != self.state.epochs.get(place, 0):

@@ -27,7 +27,7 @@ LOG_EVERY_S = 60.0
 SHOWN_TOPICS = 5
 
 
-class Unread:
+class LostEvents:
     """Counts what retention takes from groups, by group and topic, since the bus was opened."""
 
     def __init__(self, engine: EmbeddedEngine) -> None:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.core.state import INBOX
 from penstock.engines.embedded.dead_letters import DEAD_LETTERS
-from penstock.engines.embedded.runtime import Runtime, Turnstile
+from penstock.engines.embedded.runtime import FairGate, Runtime
 from penstock.engines.embedded.schedules import SCHEDULED
 from penstock.engines.requests import retention_of
 from penstock.log.disk import RealDisk, advice_for
@@ -34,9 +34,9 @@ from penstock.log.sealing import (
     InlineSealer,
     Job,
     JournalInput,
-    Result,
     Sealer,
     SealerProcess,
+    SealingResult,
     plan_merge,
 )
 from penstock.log.segment import SegmentInfo
@@ -77,7 +77,7 @@ class Rubbish(NamedTuple):
     before: Callable[[], None]
 
 
-class Housekeeper:
+class Maintenance:
     """Keeps the folder in order."""
 
     def __init__(self, engine: EmbeddedEngine) -> None:
@@ -252,7 +252,9 @@ class Housekeeper:
         for info in replaced:
             self._discard_segment(info)
 
-    async def _beside(self, work: Coroutine[Any, Any, Result], *, reclaim: bool) -> Result:
+    async def _beside(
+        self, work: Coroutine[Any, Any, SealingResult], *, reclaim: bool
+    ) -> SealingResult:
         """Wait for a job, and keep the folder within its bound meanwhile.
 
         Not while segments are merged: retention would take what is being read.
@@ -269,7 +271,7 @@ class Housekeeper:
             job.cancel()
             await asyncio.wait({job})  # it has a process to stop
 
-    async def _woken_or(self, job: asyncio.Future[Result]) -> None:
+    async def _woken_or(self, job: asyncio.Future[SealingResult]) -> None:
         """Until a journal file was closed, the job is done, or it is time to look."""
         woken = asyncio.ensure_future(self._wake.wait())
         either: set[asyncio.Future[Any]] = {job, woken}
@@ -449,7 +451,7 @@ def _limit_of(settings: Settings) -> int | None:
     return min(sealing.backlog_max_bytes, max(2 * settings.journal.file_bytes, most // 2))
 
 
-class Brake:
+class SealingBacklog:
     """How far sealing is behind, and what that costs a publisher."""
 
     def __init__(self, runtime: Runtime, settings: Settings) -> None:
@@ -459,7 +461,7 @@ class Brake:
         self._limit = _limit_of(settings)
         self._bytes_per_s = float(SLOWEST_BYTES_PER_S)
         self._paced_to = 0.0
-        self._way_in = Turnstile()
+        self._way_in = FairGate()
 
     def sealed(self, size: int, seconds: float) -> None:
         """A job is done: the backlog shrinks, and the sealer's speed is known better."""

@@ -37,8 +37,8 @@ from penstock.engines.embedded.batching import (
     joined,
     merges,
 )
-from penstock.engines.embedded.runtime import Turnstile
-from penstock.engines.embedded.schedules import SCHEDULED, Timekeeper
+from penstock.engines.embedded.runtime import FairGate
+from penstock.engines.embedded.schedules import SCHEDULED, Scheduler
 from penstock.engines.engine import Draft, Transaction
 from penstock.engines.requests import known_partition
 from penstock.log.disk import refused
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 Answer = Receipt | PenstockError
 
 
-class Piece(NamedTuple):
+class DraftPart(NamedTuple):
     """The events of one draft that go to one partition."""
 
     draft: int
@@ -74,7 +74,7 @@ class Piece(NamedTuple):
     due_us: int | None = None
 
 
-class Stretch(NamedTuple):
+class StoredRange(NamedTuple):
     """What a piece became: where its events lie."""
 
     draft: int
@@ -102,7 +102,7 @@ class Bundle:
         """
         answers: dict[int, Answer] = {}
         admitted: list[tuple[Draft, int]] = []
-        tenants: dict[str, list[Piece]] = {}
+        tenants: dict[str, list[DraftPart]] = {}
         try:
             for number, draft in enumerate(drafts):
                 try:
@@ -122,7 +122,7 @@ class Bundle:
 
     async def _store_each(
         self,
-        tenants: list[list[Piece]],
+        tenants: list[list[DraftPart]],
         drafts: Sequence[Draft],
         note: Callable[[list[int]], Entry],
         ready: Callable[[], None],
@@ -130,7 +130,7 @@ class Bundle:
     ) -> dict[int, Answer]:
         """Each tenant has a queue of its own: in another's its events would be overtaken."""
 
-        async def stored(pieces: list[Piece]) -> dict[int, Answer]:
+        async def stored(pieces: list[DraftPart]) -> dict[int, Answer]:
             if pieces is tenants[-1]:  # they begin one after another: all others are on their way
                 ready()
             try:
@@ -145,7 +145,7 @@ class Bundle:
 
     async def _prepare(
         self, number: int, draft: Draft, admitted: list[tuple[Draft, int]]
-    ) -> list[Piece]:
+    ) -> list[DraftPart]:
         engine, intake = self._engine, self._engine.intake
         if not engine.topics.ready(draft.topic):
             await engine.topics.ensure(draft.topic)
@@ -155,18 +155,18 @@ class Bundle:
         if draft.deliver_at_us is not None:
             await engine.topics.ensure(SCHEDULED)
             stored, due_us = engine.timekeeper.hold_back(draft)
-            return [Piece(number, stored, 0, due_us)]
-        return [Piece(number, part, at) for part, at in intake.split(draft)]
+            return [DraftPart(number, stored, 0, due_us)]
+        return [DraftPart(number, part, at) for part, at in intake.split(draft)]
 
     async def _store(
         self,
-        pieces: list[Piece],
+        pieces: list[DraftPart],
         drafts: Sequence[Draft],
         note: Callable[[list[int]], Entry],
         patience_s: float,
     ) -> dict[int, Receipt]:
         stacks = _stacked(pieces)
-        stretches: list[Stretch] = []
+        stretches: list[StoredRange] = []
 
         def when_taken(receipts: list[Receipt]) -> list[Entry]:
             for stack, receipt in zip(stacks, receipts, strict=True):
@@ -191,10 +191,10 @@ class Bundle:
         return _receipts(drafts, stretches)
 
 
-def _stacked(pieces: list[Piece]) -> list[list[Piece]]:
+def _stacked(pieces: list[DraftPart]) -> list[list[DraftPart]]:
     """Small pieces of the same partition share a batch, unless another one came in between."""
-    stacks: list[list[Piece]] = []
-    last: dict[tuple[str, int], tuple[tuple[str, str] | None, list[Piece]]] = {}
+    stacks: list[list[DraftPart]] = []
+    last: dict[tuple[str, int], tuple[tuple[str, str] | None, list[DraftPart]]] = {}
     for piece in pieces:
         events = piece.events
         place = (events.topic, piece.partition)
@@ -207,24 +207,24 @@ def _stacked(pieces: list[Piece]) -> list[list[Piece]]:
     return stacks
 
 
-def _stretches(stack: list[Piece], receipt: Receipt) -> list[Stretch]:
+def _stretches(stack: list[DraftPart], receipt: Receipt) -> list[StoredRange]:
     if len(stack) == 1:
         piece = stack[0]
         if piece.due_us is not None:
-            token = Timekeeper.first_token(piece.events, receipt.token)
+            token = Scheduler.first_token(piece.events, receipt.token)
             receipt = msgspec.structs.replace(receipt, token=token)
-        return [Stretch(piece.draft, receipt, piece.due_us)]
+        return [StoredRange(piece.draft, receipt, piece.due_us)]
     found, index = [], 0
     for piece in stack:
         count = piece.events.count
         token = token_at(receipt.token, index)
         own = Receipt(receipt.topic, receipt.partition, receipt.offset + index, count, token)
-        found.append(Stretch(piece.draft, own, None))
+        found.append(StoredRange(piece.draft, own, None))
         index += count
     return found
 
 
-def _receipts(drafts: Sequence[Draft], stretches: Sequence[Stretch]) -> dict[int, Receipt]:
+def _receipts(drafts: Sequence[Draft], stretches: Sequence[StoredRange]) -> dict[int, Receipt]:
     found: dict[int, list[Receipt]] = {}
     for draft, receipt, due_us in stretches:
         if due_us is not None:
@@ -256,7 +256,7 @@ def pieces_of(receipt: Receipt) -> Iterator[Receipt]:
 # -- keyring --------------------------------------------------------------------------------------
 
 
-class KeyKnown(PenstockError):
+class KeySeen(PenstockError):
     """A transaction has happened already; never leaves the engine, whose answer is None then."""
 
     code = "key-known"
@@ -274,7 +274,7 @@ def marker_topic(tenant: str) -> str:
     return f"_transactions.{tenant}"
 
 
-class Keyring:
+class TransactionKeys:
     """Which transactions with a key have happened."""
 
     def __init__(self, engine: EmbeddedEngine) -> None:
@@ -290,7 +290,7 @@ class Keyring:
     def check(self, tenant: str, key: bytes) -> None:
         """Raise KeyKnown when a transaction of this key lies in the journal, or in the next commit."""
         if self._find(tenant, key) is not None:
-            raise KeyKnown("a transaction with this idempotency key has happened already")
+            raise KeySeen("a transaction with this idempotency key has happened already")
 
     async def knows(self, tenant: str, key: bytes) -> bool:
         """Whether a transaction of this key has happened; durable, when it says so."""
@@ -316,7 +316,7 @@ RETENTION_RETRY_S = 60.0
 """When to try again with a write-once topic at its limit: only age frees what it keeps."""
 
 
-class Intake:
+class Publisher:
     """Takes drafts and entries in, and answers when they are durable."""
 
     def __init__(self, engine: EmbeddedEngine) -> None:
@@ -324,7 +324,7 @@ class Intake:
         """Payloads written to side files."""
         self._engine = engine
         self._rounds: dict[str, int] = {}
-        self._aside: dict[str, Turnstile] = {}
+        self._aside: dict[str, FairGate] = {}
         """Who waits for a payload that is being put aside, by topic."""
 
     async def publish(self, draft: Draft) -> Receipt:
@@ -349,7 +349,7 @@ class Intake:
         turnstile = self._aside.get(draft.topic)
         if turnstile is None and not self._goes_aside(draft):
             return await self.prepare(draft)
-        turnstile = self._aside.setdefault(draft.topic, Turnstile())
+        turnstile = self._aside.setdefault(draft.topic, FairGate())
         try:
             async with turnstile:
                 return await self.prepare(draft)
@@ -640,7 +640,7 @@ class Intake:
             finally:
                 for draft, (_, kept, _) in zip(transaction.drafts, sizes, strict=True):
                     self._engine.admission.ingress_done(draft.tenant, draft.count, kept)
-        except KeyKnown:  # another one with this key was faster
+        except KeySeen:  # another one with this key was faster
             assert key is not None
             await keyring.knows(owner, key)
             return None
@@ -668,12 +668,12 @@ def _by_partition(draft: Draft, partitions: list[int]) -> list[tuple[Draft, int]
 # -- topics ---------------------------------------------------------------------------------------
 
 
-class Topics:
+class TopicMaker:
     """Makes and forgets topics."""
 
     def __init__(self, engine: EmbeddedEngine) -> None:
         self._engine = engine
-        self._making: dict[str, Turnstile] = {}
+        self._making: dict[str, FairGate] = {}
         """Who waits for a topic that is being made; the first of them makes it."""
 
     def ready(self, topic: str) -> bool:
@@ -701,7 +701,7 @@ class Topics:
             partitions=1 if is_system(topic) else self._engine.settings.topics.partitions
         )
         chosen = as_recovered(TopicPut(topic, chosen)).spec
-        turnstile = self._making.setdefault(topic, Turnstile())
+        turnstile = self._making.setdefault(topic, FairGate())
         try:
             async with turnstile:
                 if topic not in self._engine.state.topics:  # or whoever was to make it gave up

@@ -300,7 +300,7 @@ T = TypeVar("T")
 Args = TypeVarTuple("Args")
 
 
-class Worker:
+class WorkerThread:
     """One thread that does one thing after another: an executor with less to pass around.
 
     Every commit waits for two hand-overs, so what they cost shows in every publish.
@@ -387,7 +387,7 @@ class Runtime:
     def _make_threads(self) -> None:
         """None of them starts before it has something to do."""
         self._closed = False
-        self._writer = Worker("penstock-writer")
+        self._writer = WorkerThread("penstock-writer")
         self._readers = ThreadPoolExecutor(4, thread_name_prefix="penstock-reader")
 
     def wall_us(self) -> int:
@@ -584,7 +584,7 @@ class Writer:
 LOOK_AGAIN_S = 0.05
 
 
-class Errands:
+class BackgroundTasks:
     """The tasks that are under way, and why they do not get on.
 
     >>> errands = Errands()
@@ -630,7 +630,7 @@ class Errands:
 # -- turnstile ------------------------------------------------------------------------------------
 
 
-class Turnstile:
+class FairGate:
     """A way in that is usually open: true while somebody waits, and who comes then must wait too.
 
     A lock alone would not do: between its release and the next holder's turn it looks free.

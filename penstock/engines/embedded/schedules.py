@@ -38,7 +38,7 @@ FIRE_BYTES = 1 << 20  # payload bytes of recurring events in one entry; twice, w
 LOOK_AGAIN_S = 1.0
 
 
-class Timekeeper:
+class Scheduler:
     """Watches the clock for everything that is scheduled."""
 
     def __init__(self, engine: EmbeddedEngine) -> None:

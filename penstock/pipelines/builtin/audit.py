@@ -23,9 +23,9 @@ import pyarrow as pa
 
 from penstock.core.audit import (
     GENESIS,
+    AuditFileHeader,
     AuditRecord,
     Break,
-    FileHeader,
     Head,
     Verifier,
     decode_line,
@@ -200,7 +200,7 @@ def _claimed(disk: Disk, path: str, *, newest: bool) -> Place | None:
             header = decode_line(raw)
         except ValueError:
             return None
-        if not isinstance(header, FileHeader):
+        if not isinstance(header, AuditFileHeader):
             return None
         before = header.first_sequence - 1
         ref = (header.last_ref, header.last_ref_count)

@@ -21,8 +21,8 @@ from penstock.engines.requests import MAX_PAGE, MAX_SKIP, Effect
 from penstock.model.event import Identity
 from penstock.model.parameter import moment_us
 from penstock.model.settings import Settings
-from penstock.server.admin.gate import RIGHTS, Answer, Gate
-from penstock.server.auth import Doorkeeper
+from penstock.server.admin.gate import RIGHTS, Answer, Authorizer
+from penstock.server.auth import Authenticator
 from penstock.server.logs import LogQuota
 
 T = TypeVar("T")
@@ -43,12 +43,12 @@ Actor = Annotated[
 
 
 @dataclass(frozen=True)
-class Surface:
+class AdminContext:
     """What the admin API administers."""
 
     engine: EmbeddedEngine
     settings: Settings
-    doorkeeper: Doorkeeper
+    doorkeeper: Authenticator
     obstacles: Callable[[], list[str]]
     """What keeps clients from publishing: starting and draining, a full disk, no open files."""
     ask: Answer | None = None
@@ -61,8 +61,8 @@ class Surface:
 class Call:
     """One request to an endpoint, checked: who asks, and the fields it gave."""
 
-    surface: Surface
-    gate: Gate
+    surface: AdminContext
+    gate: Authorizer
     identity: Identity
     path: Mapping[str, str]
     query: Any = None

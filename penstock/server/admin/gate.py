@@ -150,7 +150,7 @@ def require(identity: Identity, role: str) -> None:
         )
 
 
-class Gate:
+class Authorizer:
     """Asks the engine on behalf of an identity; `answer` stands in for `engine.ask` (a broker's)."""
 
     def __init__(self, engine: EmbeddedEngine, answer: Answer | None = None) -> None:

@@ -31,8 +31,8 @@ from penstock.server.admin import routes as admin_routes
 from penstock.server.admin import schedules as admin_schedules
 from penstock.server.admin import sessions as admin_sessions
 from penstock.server.admin import topics as admin_topics
-from penstock.server.admin.endpoint import Answered, Call, Endpoint, Surface
-from penstock.server.admin.gate import Gate
+from penstock.server.admin.endpoint import AdminContext, Answered, Call, Endpoint
+from penstock.server.admin.gate import Authorizer
 from penstock.server.admin.openapi import Other, as_html, document
 from penstock.server.admin.request import admit, body, headers_for, parameters, problem, status_of
 from penstock.wire.message import to_fault
@@ -75,9 +75,9 @@ _encoder = msgspec.json.Encoder(enc_hook=str)
 Serve = Callable[[Request], Awaitable[Response]]
 
 
-def build_app(surface: Surface, extra_routes: Sequence[Route] = ()) -> Starlette:
+def build_app(surface: AdminContext, extra_routes: Sequence[Route] = ()) -> Starlette:
     """The application; extra routes, such as metrics, are open to role `monitor`."""
-    gate = Gate(surface.engine, surface.ask)
+    gate = Authorizer(surface.engine, surface.ask)
     by_path: dict[str, dict[str, Endpoint]] = {}
     for endpoint in ENDPOINTS:
         by_path.setdefault(endpoint.path, {})[endpoint.method] = endpoint
@@ -104,7 +104,7 @@ def build_app(surface: Surface, extra_routes: Sequence[Route] = ()) -> Starlette
     return app
 
 
-def _serving(surface: Surface, gate: Gate, table: dict[str, Endpoint]) -> Serve:
+def _serving(surface: AdminContext, gate: Authorizer, table: dict[str, Endpoint]) -> Serve:
     async def serve(request: Request) -> Response:
         if not all(request.path_params.values()):
             raise HTTPException(404)
@@ -119,7 +119,9 @@ def _serving(surface: Surface, gate: Gate, table: dict[str, Endpoint]) -> Serve:
     return serve
 
 
-async def _call(surface: Surface, gate: Gate, endpoint: Endpoint, request: Request) -> Call:
+async def _call(
+    surface: AdminContext, gate: Authorizer, endpoint: Endpoint, request: Request
+) -> Call:
     """Who asks first, then what: a stranger learns nothing from how fields are checked."""
     if not endpoint.needs:
         return Call(surface, gate, NOBODY, {})
@@ -177,7 +179,7 @@ def _described(routes: Sequence[Route]) -> list[Other]:
     return found
 
 
-def _guarded(surface: Surface, route: Route) -> Route:
+def _guarded(surface: AdminContext, route: Route) -> Route:
     """A copy of a route that asks for a token first."""
     inner = route.app
 

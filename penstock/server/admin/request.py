@@ -26,7 +26,7 @@ from penstock.model.errors import (
     RequestTimedOut,
 )
 from penstock.model.event import Identity
-from penstock.server.admin.endpoint import Surface
+from penstock.server.admin.endpoint import AdminContext
 from penstock.server.admin.gate import require
 from penstock.server.auth import is_loopback
 from penstock.wire.message import Fault
@@ -42,7 +42,7 @@ BODY_TIMEOUT_S = 10.0  # a client that sends half a body is not waited for
 _FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
 
 
-def admit(surface: Surface, request: Request, role: str) -> Identity:
+def admit(surface: AdminContext, request: Request, role: str) -> Identity:
     """Who sent a request, if it has the role; whoever is turned away stands in the log."""
     try:
         identity = _identify(surface, request)
@@ -55,7 +55,7 @@ def admit(surface: Surface, request: Request, role: str) -> Identity:
     return identity
 
 
-def _identify(surface: Surface, request: Request) -> Identity:
+def _identify(surface: AdminContext, request: Request) -> Identity:
     """Who sent a request; raises NotAuthenticated."""
     here = request.client is not None and is_loopback(request.client.host)
     if here and not surface.doorkeeper.asks:

@@ -29,7 +29,7 @@ from penstock.server.metrics.counters import OTHER, Labels
 # -- metrics_engine -------------------------------------------------------------------------------
 
 
-class Standing(msgspec.Struct):
+class GroupStats(msgspec.Struct):
     """How one group is doing. Ages are in seconds since an event was appended."""
 
     lag: int
@@ -58,7 +58,7 @@ class Owed(NamedTuple):
     """The lowest such offset in each partition."""
 
 
-def standings(engine: EmbeddedEngine) -> dict[str, Standing]:
+def standings(engine: EmbeddedEngine) -> dict[str, GroupStats]:
     """How every group is doing now."""
     now_us = engine.runtime.wall_us()
     found = {name: _standing(engine, name, now_us) for name in engine.state.groups}
@@ -68,7 +68,7 @@ def standings(engine: EmbeddedEngine) -> dict[str, Standing]:
     return found
 
 
-def _standing(engine: EmbeddedEngine, name: str, now_us: int) -> Standing:
+def _standing(engine: EmbeddedEngine, name: str, now_us: int) -> GroupStats:
     machine = engine.dispatcher.groups.get(name)
     if machine is not None:
         return _queue_standing(engine.log, machine, now_us)
@@ -81,10 +81,10 @@ def _standing(engine: EmbeddedEngine, name: str, now_us: int) -> Standing:
             since_us = _earlier(since_us, appended_us(engine.log, place, cursor))
     age_s = _age_s(since_us, now_us)
     readers = engine.groups.logs[name].readers if name in engine.groups.logs else {}
-    return Standing(lag, 0, age_s, age_s, len(readers), 0, 0, "log")
+    return GroupStats(lag, 0, age_s, age_s, len(readers), 0, 0, "log")
 
 
-def _queue_standing(log: EventLog, machine: QueueGroup, now_us: int) -> Standing:
+def _queue_standing(log: EventLog, machine: QueueGroup, now_us: int) -> GroupStats:
     owed = owed_by(machine)
     lag = owed.events - sum(unreadable(log, machine).values())
     waiting_us = oldest_us = None
@@ -97,7 +97,7 @@ def _queue_standing(log: EventLog, machine: QueueGroup, now_us: int) -> Standing
     if waiting_us is not None:
         oldest_us = _earlier(oldest_us, waiting_us)
     members = machine.members.values()
-    return Standing(
+    return GroupStats(
         lag,
         owed.events,
         _age_s(oldest_us, now_us),

@@ -1,6 +1,6 @@
 """Pressure: what an autoscaler needs to know, as one document and one number (row T15).
 
-`History`, `Burn` and `total_pressure` are pure: times and totals go in, rates come out. `Gauge`
+`History`, `Burn` and `total_pressure` are pure: times and totals go in, rates come out. `PressureMonitor`
 feeds them from a running engine and answers `GET /pressure`. docs/guide/observability.md explains
 the document field by field.
 """
@@ -18,7 +18,7 @@ import msgspec
 from penstock.engines.embedded.engine import EmbeddedEngine
 from penstock.model.errors import InvalidSettings, MissingExtra
 from penstock.server.metrics.counters import Counters, added, quantile_s
-from penstock.server.metrics.engine_stats import Standing, pending_bytes, saturation, standings
+from penstock.server.metrics.engine_stats import GroupStats, pending_bytes, saturation, standings
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -138,7 +138,7 @@ def alarm_of(rates: Mapping[str, float]) -> float:
     return min(rates.values()) / PAGE_BURN
 
 
-class GroupPressure(Standing):
+class GroupPressure(GroupStats):
     """A group and how much it wants more consumers."""
 
     pressure: float = 0.0
@@ -174,7 +174,7 @@ def total_pressure(
     return max(*resources, *map(alarm_of, burn.values()), groups)
 
 
-class Gauge:
+class PressureMonitor:
     """Watches a running engine and says how much pressure there is."""
 
     def __init__(
@@ -222,7 +222,7 @@ class Gauge:
         passed_s = now_s - since_s
         return 0.0 if passed_s < STEP_S else (self._cpu_s() - used_s) / passed_s
 
-    def read(self, known: Mapping[str, Standing] | None = None) -> Pressure:
+    def read(self, known: Mapping[str, GroupStats] | None = None) -> Pressure:
         """The document, as of now; call it on the loop. `known` spares looking at groups again."""
         self.tick()
         engine = self._engine
@@ -252,7 +252,7 @@ class Gauge:
             groups_left_out=len(groups) - len(shown),
         )
 
-    def _groups(self, known: Mapping[str, Standing]) -> dict[str, GroupPressure]:
+    def _groups(self, known: Mapping[str, GroupStats]) -> dict[str, GroupPressure]:
         """The groups that somebody may want to scale: not the listeners that live with a client."""
         allowed_s = self.objectives.waiting_s
         return {
@@ -263,7 +263,7 @@ class Gauge:
 
 
 def pressure_routes(read: Callable[[], Pressure]) -> list[Route]:
-    """`GET /pressure` for an application of Starlette's; `read` is `Gauge.read`."""
+    """`GET /pressure` for an application of Starlette's; `read` is `PressureMonitor.read`."""
     try:
         from starlette.responses import Response as Answer
         from starlette.routing import Route as Way

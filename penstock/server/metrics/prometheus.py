@@ -34,14 +34,14 @@ from penstock.server.metrics.counters import (
 )
 from penstock.server.metrics.engine_stats import (
     PARTS,
+    GroupStats,
     Retained,
-    Standing,
     pending_bytes,
     quotas,
     standings,
     troubles_of,
 )
-from penstock.server.metrics.pressure import Gauge, Pressure
+from penstock.server.metrics.pressure import Pressure, PressureMonitor
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -198,7 +198,7 @@ class Metrics:
         self,
         engine: EmbeddedEngine,
         counters: Counters,
-        gauge: Gauge,
+        gauge: PressureMonitor,
         fastpath: FastPath,
         client_bytes: ClientBytes,
     ) -> None:
@@ -269,8 +269,8 @@ class Metrics:
         for part in PARTS:
             yield "penstock_problem", (part,), float(part in troubles)
 
-    def _groups(self, known: dict[str, Standing]) -> Iterator[Sample]:
-        folded: dict[str, Standing] = {}
+    def _groups(self, known: dict[str, GroupStats]) -> Iterator[Sample]:
+        folded: dict[str, GroupStats] = {}
         for name, each in known.items():
             label = self._counters.labels.group(name)
             folded[label] = each if label not in folded else _together(folded[label], each)
@@ -342,9 +342,9 @@ def _pressure(pressure: Pressure) -> Iterator[Sample]:
     yield "penstock_p99_seconds", ("delivery",), pressure.delivery_p99_s
 
 
-def _together(one: Standing, other: Standing) -> Standing:
+def _together(one: GroupStats, other: GroupStats) -> GroupStats:
     """Two groups under one label: sums of events and members, the higher of ages."""
-    return Standing(
+    return GroupStats(
         one.lag + other.lag,
         one.outstanding + other.outstanding,
         max(one.oldest_s, other.oldest_s),

@@ -39,7 +39,7 @@ def public_key(secret: str, setting: str = "server.curve_secret_key") -> str:
     return zmq.curve_public(curve_key(secret, setting)).decode()
 
 
-class Gate:
+class CurveAuthenticator:
     """Makes sockets of one context CURVE servers, and answers for their clients' keys."""
 
     def __init__(self, context: Context, server: Server) -> None:

@@ -15,7 +15,7 @@ from penstock.model.batch import EventBatch
 from penstock.model.errors import InvalidSettings
 from penstock.model.settings import Settings
 from penstock.server.metrics.counters import Counters
-from penstock.server.transports.curve import Gate
+from penstock.server.transports.curve import CurveAuthenticator
 from penstock.server.transports.zeromq import bind, configure, is_loopback
 from penstock.server.transports.zeromq_peers import Peers
 from penstock.transport.zeromq import NOBLOCK, Context, Pump, Socket, zmq
@@ -79,7 +79,7 @@ class Fanout:
         context: Context = zmq.Context()
         with ExitStack() as opened:  # taken back to front at the end
             opened.callback(context.destroy, linger=LINGER_MS)
-            gate = Gate(context, server)
+            gate = CurveAuthenticator(context, server)
             opened.callback(gate.close)
             self._socket = context.socket(zmq.XPUB)
             configure(self._socket)

@@ -137,12 +137,12 @@ class OldClient:
         self._wire.hold(self.full)
 
     def _take(self, command: old.AnyCommand) -> None:
-        if isinstance(command, old.Auth):
+        if isinstance(command, old.LegacyAuth):
             self._hello(command.token, command.tenant, command.client, _Slot())
             return
         if not self._greeted:
             self._hello("", "", "", None)
-        if isinstance(command, old.Publish):
+        if isinstance(command, old.LegacyPublish):
             self._publish(command)
         elif isinstance(command, old.Ack):
             self._settle(command.tag, lambda report, index: report.acks.append(index))
@@ -153,7 +153,7 @@ class OldClient:
             self._settle(
                 command.tag, lambda report, index: report.nacks.append((index, delay_s, reason))
             )
-        elif isinstance(command, old.Subscribe):
+        elif isinstance(command, old.LegacySubscribe):
             self._subscribe(command)
         elif isinstance(command, old.Create):
             fields = {"topic": command.topic, "spec": {"partitions": command.partitions}}
@@ -178,7 +178,7 @@ class OldClient:
             self._answers[0] = (slot, lambda _: old.Ok())
         self._send(Frame(Kind.HELLO, 0, say.encode(hello)))
 
-    def _publish(self, command: old.Publish) -> None:
+    def _publish(self, command: old.LegacyPublish) -> None:
         size_bytes, limit_bytes = len(command.payload), self._settings.limits.max_payload_bytes
         if size_bytes > limit_bytes:  # answered before it is copied on its way to the engine
             words = (
@@ -192,7 +192,7 @@ class OldClient:
         draft = say.DraftMeta(command.topic, payloads=[command.payload])
         self._ask(Kind.PUBLISH, say.Publish(self._sequence, [draft]), _stored, size_bytes)
 
-    def _subscribe(self, command: old.Subscribe) -> None:
+    def _subscribe(self, command: old.LegacySubscribe) -> None:
         if self._feeds >= MAX_SUBSCRIPTIONS:
             raise ProtocolViolation(f"more than {MAX_SUBSCRIPTIONS} subscriptions")
         self._feeds += 1
@@ -277,7 +277,7 @@ class OldClient:
             if event.index not in skip:
                 held.add(event.index)
                 tag = meta.delivery << INDEX_BITS | event.index
-                leased = old.Leased(
+                leased = old.LegacyLeased(
                     meta.feed, tag, meta.attempt, event.partition, event.offset, event.time_us,
                     event.topic, event.key, event.payload,
                 )  # fmt: skip

@@ -20,11 +20,11 @@ from penstock.model.errors import Deferred, InvalidSettings, PenstockError, Prot
 from penstock.model.settings import Settings
 from penstock.server.client_bytes import ARRIVING, EXPANDED, REQUESTS, UNREAD, ClientBytes, limit_of
 from penstock.server.fastpath import (
-    Detour,
     Expansion,
     FastPath,
-    Outgoing,
+    FrameWriter,
     Read,
+    ThreadLane,
     expanded_bytes,
     expands,
     read_frame,
@@ -36,7 +36,7 @@ from penstock.server.readiness import STRANGERS, most_sockets
 from penstock.server.transports.legacy import OldClient
 from penstock.server.transports.link import UNANSWERED_BYTES, Connection, Connections, peer_of
 from penstock.server.transports.tls import TlsListener, server_tls
-from penstock.transport.tcp import WRITE_BYTES, Outbox, keep_alive, large_room
+from penstock.transport.tcp import WRITE_BYTES, SendBuffer, keep_alive, large_room
 from penstock.wire import legacy as oldcommand
 from penstock.wire.encodings import marks
 from penstock.wire.frame import Bytes, Frame, Kind
@@ -47,7 +47,7 @@ from penstock.wire.stream import COMPRESSORS, SCRATCH_BYTES, Message, StreamRead
 # -- rest -----------------------------------------------------------------------------------------
 
 
-class Rest:
+class ReadPause:
     """The pauses of one client, one at a time; `over` is called at the end of each."""
 
     def __init__(self, over: Callable[[], None], courtesy: Courtesy | None = None) -> None:
@@ -140,7 +140,7 @@ class TcpLink(asyncio.BufferedProtocol):
         self._first = True
         self._handle: Handle = self._negotiate
         self._greeting = self._crowded = False
-        self._expansion: Expansion = Detour(server.fastpath, self._expanded)
+        self._expansion: Expansion = ThreadLane(server.fastpath, self._expanded)
         self._unanswered: dict[int, int] = {}
         self._unanswered_bytes = 0
         self._ending = False
@@ -148,11 +148,11 @@ class TcpLink(asyncio.BufferedProtocol):
         self._reason = ""
         self._timer: asyncio.TimerHandle | None = None
         self._account = server.client_bytes.account(lambda: self.hold(False), self._cut)
-        self._rest = Rest(lambda: self.hold(False), server.courtesy)
+        self._rest = ReadPause(lambda: self.hold(False), server.courtesy)
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
-        self._outbox: Outbox
-        self._outgoing: Outgoing
+        self._outbox: SendBuffer
+        self._outgoing: FrameWriter
 
     # -- what asyncio calls --------------------------------------------------------------------
 
@@ -160,8 +160,8 @@ class TcpLink(asyncio.BufferedProtocol):
         """A client is there."""
         # uvloop's transports do not derive from asyncio's.
         self._transport = transport = cast(asyncio.Transport, transport)
-        self._outbox = Outbox(self._loop, transport)
-        self._outgoing = Outgoing(
+        self._outbox = SendBuffer(self._loop, transport)
+        self._outgoing = FrameWriter(
             self._outbox, self._server.fastpath, self._unsendable, self._bound
         )
         self.peer, self.loopback = peer_of(transport)

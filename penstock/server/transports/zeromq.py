@@ -22,7 +22,7 @@ from penstock.model.errors import Deferred, InvalidSettings, PenstockError, Prot
 from penstock.model.settings import Settings
 from penstock.server.client_bytes import LIMIT, REQUESTS, UNREAD, ClientBytes, limit_of
 from penstock.server.logs import LogQuota
-from penstock.server.transports.curve import Gate
+from penstock.server.transports.curve import CurveAuthenticator
 from penstock.server.transports.link import UNANSWERED_BYTES, Connections
 from penstock.server.transports.zeromq_peers import STRANGER_BYTES, Peer, Peers
 from penstock.transport.zeromq import (
@@ -286,7 +286,7 @@ class ZmqServer:
         context: Context = zmq.Context()
         with ExitStack() as opened:  # taken back to front at the end
             opened.callback(context.destroy, linger=0)
-            gate = Gate(context, server)
+            gate = CurveAuthenticator(context, server)
             opened.callback(gate.close)
             self._socket = context.socket(zmq.ROUTER)
             configure(self._socket)

@@ -12,9 +12,9 @@ from penstock.core import delivery as intervention
 from penstock.core.delivery import QueueGroup
 from penstock.core.lease import Lane, Run
 from penstock.engines.embedded.audit import AuditTrail
-from penstock.engines.embedded.commit import CommitLoop, Taken
-from penstock.engines.embedded.maintenance import Housekeeper
-from penstock.engines.embedded.schedules import Timekeeper
+from penstock.engines.embedded.commit import CommitLoop, OpenCommit
+from penstock.engines.embedded.maintenance import Maintenance
+from penstock.engines.embedded.schedules import Scheduler
 from penstock.log.event_log import EventLog
 from penstock.log.recovery import Recovery
 from penstock.model.errors import PenstockError, Rejected
@@ -56,8 +56,8 @@ def _replayed_twice(original: Any) -> Any:
 def _flush_without_room(original: Any) -> Any:
     """On a full disk a flush returned although nothing of it was written."""
 
-    def take(self: CommitLoop, now_us: int) -> Taken:
-        taken: Taken = original(self, now_us)
+    def take(self: CommitLoop, now_us: int) -> OpenCommit:
+        taken: OpenCommit = original(self, now_us)
         taken.drained = True
         return taken
 
@@ -80,7 +80,7 @@ def _audit_gives_up(original: Any) -> Any:
 def _clock_stops(original: Any) -> Any:
     """A full disk ended the timekeeper: nothing delayed came any more until the next start."""
 
-    async def fire(self: Timekeeper) -> None:
+    async def fire(self: Scheduler) -> None:
         try:
             await original(self)
         except Rejected as error:  # no longer one that its caller waits and tries again for
@@ -92,7 +92,7 @@ def _clock_stops(original: Any) -> Any:
 def _late_sweep(original: Any) -> Any:
     """The sweep for orphans ran beside publishers, and took side files that were just written."""
 
-    async def run(self: Housekeeper) -> None:
+    async def run(self: Maintenance) -> None:
         await self._engine.runtime.read(self.sweep_orphans)
         await original(self)
 
@@ -141,7 +141,7 @@ def _over_the_gap(original: Any) -> Any:
 def _nothing_waits(original: Any) -> Any:
     """Retention deleted delayed events before they came."""
 
-    def waiting(self: Housekeeper) -> set[int]:
+    def waiting(self: Maintenance) -> set[int]:
         return set()
 
     return waiting
@@ -153,10 +153,10 @@ DEFECTS = (
     Mutant("replayed-twice", "a dead letter comes back once", intervention, "revive", _replayed_twice, 20),
     Mutant("flush-without-room", "a flush returns when it is durable", CommitLoop, "_take", _flush_without_room, 20),
     Mutant("audit-gives-up", "a full disk costs no audit record", AuditTrail, "_append", _audit_gives_up),
-    Mutant("clock-stops", "a full disk delays what is delayed, no more", Timekeeper, "_fire_delayed", _clock_stops),
-    Mutant("late-sweep", "only orphans are swept", Housekeeper, "run", _late_sweep),
+    Mutant("clock-stops", "a full disk delays what is delayed, no more", Scheduler, "_fire_delayed", _clock_stops),
+    Mutant("late-sweep", "only orphans are swept", Maintenance, "run", _late_sweep),
     Mutant("trust-page-cache", "what recovery saw is durable", Recovery, "_read_file", _trust_page_cache, 20),
     Mutant("over-the-gap", "what is readable has no gap", EventLog, "bounds", _over_the_gap, 40),
-    Mutant("nothing-waits", "a delayed event is kept until it came", Housekeeper, "_waiting_segments", _nothing_waits, 40),
+    Mutant("nothing-waits", "a delayed event is kept until it came", Maintenance, "_waiting_segments", _nothing_waits, 40),
 )  # fmt: skip
 """What was broken once."""

@@ -15,8 +15,8 @@ from penstock.core.lease import EXPIRED, FENCED, Lane, Lease, Run
 from penstock.core.ordering import KeyGate
 from penstock.core.schedule import Delayed
 from penstock.engines.embedded.audit import AuditTrail
-from penstock.engines.embedded.batching import Layout, Placed
-from penstock.engines.embedded.commit import CommitLoop, Taken
+from penstock.engines.embedded.batching import Batcher, Placed
+from penstock.engines.embedded.commit import CommitLoop, OpenCommit
 from penstock.engines.embedded.log_groups import LogReader
 from penstock.log.journal import Commit
 from penstock.testing.simulation.defects import DEFECTS
@@ -25,8 +25,8 @@ from penstock.testing.simulation.storage_mutants import STORAGE_MUTANTS
 
 
 def _early_ack(original: Any) -> Any:
-    def take(self: CommitLoop, now_us: int) -> Taken:
-        taken: Taken = original(self, now_us)
+    def take(self: CommitLoop, now_us: int) -> OpenCommit:
+        taken: OpenCommit = original(self, now_us)
         taken.answer(None)
         return taken
 
@@ -34,8 +34,8 @@ def _early_ack(original: Any) -> Any:
 
 
 def _early_delivery(original: Any) -> Any:
-    def take(self: CommitLoop, now_us: int) -> Taken:
-        taken: Taken = original(self, now_us)
+    def take(self: CommitLoop, now_us: int) -> OpenCommit:
+        taken: OpenCommit = original(self, now_us)
         leases, taken.leases = taken.leases, []
         self._source.deliver(leases)  # type: ignore[attr-defined]
         return taken
@@ -71,7 +71,7 @@ def _accept(state: int) -> Broken:
 
 def _half_transaction(original: Any) -> Any:
     def add(
-        self: Layout,
+        self: Batcher,
         bodies: list[Any],
         laid: list[Any],
         entries: list[Any],
@@ -130,7 +130,7 @@ ENGINE_MUTANTS = (
     Mutant("forget-attempt", "an attempt is counted before it is made", QueueGroup, "_lease", _forget_attempt),
     Mutant("accept-expired", "an expired lease settles nothing", QueueGroup, "ack", _accept(EXPIRED)),
     Mutant("accept-fenced", "a lease from before a reset settles nothing", QueueGroup, "ack", _accept(FENCED), 20),
-    Mutant("half-transaction", "a transaction is all or nothing", Layout, "_add", _half_transaction, 20),
+    Mutant("half-transaction", "a transaction is all or nothing", Batcher, "_add", _half_transaction, 20),
     Mutant("early-delivery", "a lease is durable before the event goes out", CommitLoop, "_take", _early_delivery),
     Mutant("open-gate", "a key's events go out one at a time", KeyGate, "offer", _open_gate),
     Mutant("retry-at-once", "a retry waits for its step", QueueGroup, "_again", _at_once),

@@ -144,7 +144,7 @@ def _no_checksum(original: Any) -> Any:
         if stated != position or kind not in frame_module.KINDS:
             return None
         body = view[at + frame_module.HEAD.size : at + frame_module.HEAD.size + length]
-        return frame_module.Frame(position, kind, body, durable, epoch)
+        return frame_module.JournalFrame(position, kind, body, durable, epoch)
 
     return read_frame
 
@@ -178,7 +178,7 @@ STORAGE_MUTANTS = (
     Mutant("skip-side-sync", "a large payload is durable before its entry", side_module, "write_file", _unsynced_side),
     Mutant("ignore-failed-fsync", "a failed fsync is fatal to the writer", Journal, "write", _ignore_failed_fsync),
     Mutant("seal-drops-last", "sealing keeps every event", housekeeping, "sealed_batches", _seal_drops_last),
-    Mutant("reclaim-too-much", "only sealed journal files are removed", housekeeping.Housekeeper, "_discard", _reclaim_early),
+    Mutant("reclaim-too-much", "only sealed journal files are removed", housekeeping.Maintenance, "_discard", _reclaim_early),
     Mutant("no-checksum", "a damaged frame is not served", frame_module, "read_frame", _no_checksum),
     Mutant("ignore-hole", "a hole is refused", Recovery, "_check_tail", _ignore_hole, 20),
 )  # fmt: skip

@@ -14,7 +14,7 @@ import pytest
 
 import penstock
 from penstock.model.settings import Auth
-from penstock.server.auth import Doorkeeper
+from penstock.server.auth import Authenticator
 from penstock.testing.broker_process import BrokerProcess
 
 SECRET = "a secret of this test, as long as it has to be"
@@ -23,7 +23,7 @@ WHY = ("--reason", "fixed the bug")
 
 
 def token(*roles: str) -> str:
-    return Doorkeeper(Auth(jwt_secret=SECRET)).issue("acme", "ann", roles, 600)
+    return Authenticator(Auth(jwt_secret=SECRET)).issue("acme", "ann", roles, 600)
 
 
 class Desk:
@@ -226,7 +226,7 @@ def test_limits_and_refusals_that_are_none_are_dashes(cli: Any, broker: BrokerPr
 
 
 def other() -> str:
-    return Doorkeeper(Auth(jwt_secret=SECRET)).issue("other", "eve", ["operator"], 600)
+    return Authenticator(Auth(jwt_secret=SECRET)).issue("other", "eve", ["operator"], 600)
 
 
 def test_a_folder_has_neither(cli: Any) -> None:
