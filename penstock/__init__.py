@@ -3,6 +3,7 @@
 #   core      machines without I/O: routing, delivery, schedule, admission, dedup, audit  pure
 #   log       journal, segments, manifest, snapshots, recovery: files through one Disk
 #   wire      the protocol of the broker: frames, messages, how they travel              pure
+#   transport sockets without a protocol: the TCP send buffer, ZeroMQ on the loop
 #   engines   memory, embedded, follower, broker: one shape, one conformance suite
 #   bus       the public API around an engine
 #   server    the daemon: sessions, ZeroMQ, TCP, HTTP around the embedded engine
@@ -26,7 +27,7 @@ import importlib
 import typing
 
 from penstock.model import errors
-from penstock.model.errors import *
+from penstock.model.errors import *  # noqa: F403 - the whole tree, as its own __all__ lists it
 
 if typing.TYPE_CHECKING:
     from penstock.bus.bus import Bus

@@ -22,7 +22,7 @@ def create(invocation: Invocation) -> None:
     server.curve_clients; a client has the broker's public key in client.curve_server_key and its own
     secret key in client.curve_secret_key.
     """
-    from penstock.server.transports.curve import make_keys
+    from penstock.server.transports.curve import make_keys  # loads ZeroMQ, which --help need not
 
     public, secret = make_keys()
     _print(invocation, public=public, secret=secret)

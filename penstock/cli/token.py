@@ -28,7 +28,7 @@ def create(
 
     The broker needs the same secret. A token cannot be called back: keep its time short.
     """
-    from penstock.server.auth import Authenticator
+    from penstock.server.auth import Authenticator  # loads Arrow, which --help need not
 
     token = Authenticator(invocation.settings().auth).issue(tenant, subject, roles, ttl_s)
     if invocation.json:

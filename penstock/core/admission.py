@@ -618,7 +618,7 @@ class TenantCredit:
 
     >>> from penstock.core.admission import TenantLimits
     >>> limits = AdmissionLimits(tenants={"acme": TenantLimits(max_inflight=5)})
-    >>> windows, worker, guest = Windows(limits, print), Member("w", 0), Member("g", 0)
+    >>> windows, worker, guest = TenantCredit(limits, print), Member("w", 0), Member("g", 0)
     >>> windows.joined(worker, "acme", 2000); windows.joined(guest, "globex", 2000)
     >>> worker.max_inflight, worker.window.limit, guest.max_inflight, guest.window
     (2000, 5, 1024, None)

@@ -132,7 +132,7 @@ _decoder = msgspec.json.Decoder(Entry)
 def encode_line(entry: Entry) -> bytes:
     r"""One line of an audit file, newline included.
 
-    >>> encode_line(FileHeader(1, 1, "00", 0, 0, 0))
+    >>> encode_line(AuditFileHeader(1, 1, "00", 0, 0, 0))
     b'{"kind":"header","format":1,"first_sequence":1,"prev_hash":"00","previous_file":0,"last_ref":0,"last_ref_count":0}\n'
     """
     return _encoder.encode(entry) + b"\n"

@@ -323,7 +323,7 @@ def as_recovered(entry: _Kind) -> _Kind:
 
 def _check_recordable(entry: Audited) -> None:
     """Raise InvalidInput for what the audit chain could not take: later it would stop the chain."""
-    from penstock.core.audit import AuditChain
+    from penstock.core.audit import AuditChain  # its cryptography: no client needs it
 
     AuditChain().append(
         at_us=entry.at_us, actor=entry.actor, operation=entry.operation, targets=entry.targets,

@@ -101,7 +101,7 @@ def _listed(name: str, value: str, path: str) -> tuple[str, ...]:
 class Authenticator:
     """Tells who a caller is, and makes the tokens by which it knows.
 
-    >>> Doorkeeper(Auth()).identify("", "acme", "billing", loopback=True).tenant
+    >>> Authenticator(Auth()).identify("", "acme", "billing", loopback=True).tenant
     'acme'
     """
 

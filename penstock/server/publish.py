@@ -272,7 +272,7 @@ class RequestWindow:
 
     No more than the journal remembers: each may come again after a crash, and must be recognised.
 
-    >>> recall = Recall()
+    >>> recall = RequestWindow()
     >>> recall.begin(7, None)
     >>> recall.end()
     """

@@ -120,7 +120,7 @@ class Asking:
 class AnswerCache:
     """The last answers of one session, by request: at most so many, and of so many bytes.
 
-    >>> replies = Replies(100, 1 << 20)
+    >>> replies = AnswerCache(100, 1 << 20)
     >>> replies.keep(Frame(0x52, 7, b"")); 7 in replies
     True
     >>> replies.forget_before(8); 7 in replies

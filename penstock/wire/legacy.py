@@ -209,8 +209,8 @@ AnyReply = Ok | Error | LegacyLeased | Notice
 def parse_command(command: int, body: Bytes) -> AnyCommand:
     """Read a client's command; raises ProtocolViolation on anything else.
 
-    >>> parse_command(*split(Publish("orders", b"hi").message()))
-    Publish(topic='orders', payload=b'hi')
+    >>> parse_command(*split(LegacyPublish("orders", b"hi").message()))
+    LegacyPublish(topic='orders', payload=b'hi')
     """
     cursor = _Cursor(body)
     found: AnyCommand

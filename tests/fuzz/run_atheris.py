@@ -30,8 +30,8 @@ with atheris.instrument_imports(include=["penstock", "fuzz_targets"]):
 
 import msgspec  # noqa: E402
 
-from penstock.wire.frame import Kind
-from penstock.wire.stream import encode_frame
+from penstock.wire.frame import Kind  # noqa: E402
+from penstock.wire.stream import encode_frame  # noqa: E402
 
 NUMBERS = [0, 1, 2, 255, 300, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1, -1, -(2**63), 10**12]
 TIMES = [0.0, -1.0, 1e-9, 1e9, 1e300, float("inf"), float("-inf"), float("nan")]

@@ -46,7 +46,7 @@ class _Refusal:
 class RecentRefusals:
     """The last refusal of each tenant that a client publishes for.
 
-    >>> respite = Respite()
+    >>> respite = RecentRefusals()
     >>> refusal = Throttled("too fast", limit="events_per_s", retry_after_s=2.0)
     >>> respite.refused("acme", 100, 5_000, refusal, now_s=10.0)
     >>> respite.answer("acme", 100, 5_000, now_s=11.5).retry_after_s

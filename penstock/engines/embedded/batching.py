@@ -109,7 +109,7 @@ class Source(Protocol):
 class CommitQueue:
     """Submissions by tenant, in turns.
 
-    >>> pending = Pending()
+    >>> pending = CommitQueue()
     >>> pending.bytes
     0
     """

@@ -587,7 +587,7 @@ LOOK_AGAIN_S = 0.05
 class BackgroundTasks:
     """The tasks that are under way, and why they do not get on.
 
-    >>> errands = Errands()
+    >>> errands = BackgroundTasks()
     >>> asyncio.run(errands.settled()), bool(errands)
     (None, False)
     """
@@ -636,7 +636,7 @@ class FairGate:
     A lock alone would not do: between its release and the next holder's turn it looks free.
 
     >>> async def order() -> list[str]:
-    ...     turnstile, seen = Turnstile(), []
+    ...     turnstile, seen = FairGate(), []
     ...     async def come(name: str, seconds: float) -> None:
     ...         if seconds or turnstile:
     ...             async with turnstile:
