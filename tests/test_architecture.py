@@ -86,10 +86,10 @@ async def walk(folder: Path) -> dict[str, list[str]]:
                 await bus.flush()
     async with penstock.connect(folder, **flags) as bus:
         await bus.publish("orders.created", {"id": 8})  # each start begins a new journal file
-        housekeeper = bus.engine.housekeeper
-        housekeeper._settings = msgspec.structs.replace(housekeeper._settings, enabled=True)
+        maintenance = bus.engine.maintenance
+        maintenance._settings = msgspec.structs.replace(maintenance._settings, enabled=True)
         with traced(bus) as sealed:
-            await housekeeper.settle()
+            await maintenance.settle()
     return {"Publish": published, "Deliver": delivered, "Seal": sealed}
 
 

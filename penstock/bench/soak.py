@@ -196,7 +196,7 @@ async def soak(folder: Path, seconds: float, journal_bytes: float) -> dict[str, 
         )
         folder_bytes = disk_bytes(folder)
         written_bytes = embedded(bus).journal.position
-        problem = embedded(bus).housekeeper.problem
+        problem = embedded(bus).maintenance.problem
     readings = run.readings
     end_s = readings[-1].at_s
     limit_bytes = MAX_FOLDER_SHARE * kept_bytes + SPARE_FILES * SETTINGS.journal.file_bytes

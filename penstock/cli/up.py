@@ -301,7 +301,7 @@ class Serving:
     async def _wait(self, daemon: Daemon) -> PenstockError | None:
         """Until a signal comes, or the engine cannot write any more; returns that error."""
         self._reloader = Reloader(
-            daemon.engine.admission, self._settings, self._load, self._config, daemon.doorkeeper
+            daemon.engine.admission, self._settings, self._load, self._config, daemon.authenticator
         )
         watching = asyncio.ensure_future(self._reloader.watch())
         try:

@@ -287,7 +287,7 @@ class Broker:
     """Serves an engine to many clients."""
 
     def __init__(
-        self, engine: EmbeddedEngine, settings: Settings, doorkeeper: Doorkeeper, tally: Counters
+        self, engine: EmbeddedEngine, settings: Settings, authenticator: Doorkeeper, tally: Counters
     ) -> None:
         self.engine = engine
         self.tally = tally
@@ -299,7 +299,7 @@ class Broker:
         """What keeps a client that comes now from publishing."""
         self.send_buffer_bytes = settings.server.send_buffer_bytes
         self._settings = settings.server
-        self._doorkeeper = doorkeeper
+        self._doorkeeper = authenticator
         self.gate = Authorizer(engine, self.ask)
         self.fastpath = FastPath(settings.fastpath)
         self.courtesy = Courtesy()
@@ -405,7 +405,7 @@ class Broker:
         if connection is not None:
             connection.link.close()
         if session.id in self.engine.state.sessions and not self.draining:
-            await self.engine.intake.write_entries([SessionGone(session.id)])
+            await self.engine.publisher.write_entries([SessionGone(session.id)])
 
     async def greet(self, connection: Connection, hello: Hello) -> Session:
         """Begin or resume a session."""
@@ -420,7 +420,7 @@ class Broker:
         if session is None:
             session = Session(self, uuid.uuid4().hex, hello, identity)
             if hello.resumable:
-                await self.engine.intake.write_entries([session.entry()])
+                await self.engine.publisher.write_entries([session.entry()])
             self.sessions[session.id] = session
         async with session.door:  # its last connection may have broken in the middle of this
             if self.sessions.get(session.id) is not session:

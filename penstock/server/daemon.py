@@ -51,8 +51,8 @@ class Daemon:
         self.engine = EmbeddedEngine(RealDisk(self.folder), self.settings, runtime=Runtime())
         self.engine.lease_hold_s = self.settings.server.session_s
         self.counters = Counters()
-        self.doorkeeper = Authenticator(self.settings.auth)
-        self.broker = Broker(self.engine, self.settings, self.doorkeeper, self.counters)
+        self.authenticator = Authenticator(self.settings.auth)
+        self.broker = Broker(self.engine, self.settings, self.authenticator, self.counters)
         self.broker.obstacles = self.obstacles
         self._tcp = TcpServer(
             self.settings, self.broker, self.broker.fastpath, self.broker.courtesy,
@@ -98,7 +98,7 @@ class Daemon:
             self.engine, self.counters, gauge, self.broker.fastpath, self.broker.client_bytes
         )
         surface = AdminContext(
-            self.engine, self.settings, self.doorkeeper,
+            self.engine, self.settings, self.authenticator,
             obstacles=self.obstacles,
             ask=self.broker.ask,
         )  # fmt: skip

@@ -225,7 +225,7 @@ class FrameWriter:
 
     def __init__(
         self,
-        outbox: SendBuffer,
+        send_buffer: SendBuffer,
         fastpath: FastPath | None,
         failed: Callable[[Frame, Exception], None],
         moved: Callable[[], None],
@@ -234,7 +234,7 @@ class FrameWriter:
         self.compressor = 0
         self.piled_bytes = 0
         """What was pending when something was last queued, without the largest frame of it."""
-        self._outbox = outbox
+        self._outbox = send_buffer
         self._failed = failed
         """Called with a frame that cannot be made ready; what it sends goes out in its place."""
         self._moved = moved
@@ -258,8 +258,8 @@ class FrameWriter:
 
     def _by_thread(self, frame: Frame) -> bool:
         size = frame.size_bytes
-        detour = self._detour
-        if detour.waits(frame, size) or detour.begin(
+        thread_lane = self._detour
+        if thread_lane.waits(frame, size) or thread_lane.begin(
             frame, size, _buffers, frame, self.mark, self.compressor
         ):
             self._count(size)

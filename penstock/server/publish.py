@@ -640,7 +640,7 @@ class PublishHandler:
         identity = self._session.identity
         if wish.key is not None:
             check_transaction_key(wish.key)
-            if await self._engine.keyring.knows(identity.tenant, wish.key):
+            if await self._engine.transaction_keys.knows(identity.tenant, wish.key):
                 return self._repeated(frame, drafts)  # whatever became of its leases
         transaction = Transaction(
             drafts=drafts,
@@ -664,7 +664,7 @@ class PublishHandler:
 
         started = time.perf_counter()
         with tracing.receiving(drafts):
-            done = await self._engine.intake.transact(transaction, note)
+            done = await self._engine.publisher.transact(transaction, note)
         if done is None:
             return self._repeated(frame, drafts)
         for draft, receipt in zip(drafts, done, strict=True):

@@ -72,7 +72,7 @@ class Reloader:
         settings: Settings,
         load: Callable[[], Settings],
         path: str | Path | None,
-        doorkeeper: Authenticator | None = None,
+        authenticator: Authenticator | None = None,
     ) -> None:
         self.settings = settings
         """What is in force for admission, and what the rest would be after a restart."""
@@ -80,7 +80,7 @@ class Reloader:
         self._started = settings
         self._load = load
         self._path = None if path is None else Path(path)
-        self._doorkeeper = doorkeeper
+        self._doorkeeper = authenticator
         self._wake = asyncio.Event()
         self._loaded = self._stamp()
 

@@ -184,8 +184,8 @@ class House:
         self.engine = EmbeddedEngine(self.disk, self.settings, runtime)
         self.engine.lease_hold_s = self.settings.server.session_s
         await self.engine.open()
-        doorkeeper = Authenticator(self.settings.auth)
-        self.broker = Broker(self.engine, self.settings, doorkeeper, Counters())
+        authenticator = Authenticator(self.settings.auth)
+        self.broker = Broker(self.engine, self.settings, authenticator, Counters())
         self.broker.now = self.loop.time  # type: ignore[method-assign]
         self.broker.start()
 

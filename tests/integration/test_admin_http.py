@@ -81,11 +81,11 @@ class Site:
         self.asked: list[Any] = []
         self.engine = EmbeddedEngine(RealDisk(folder), settings)
         self.bus = Bus(self.engine, settings, Identity(), self.engine.capabilities)
-        self.doorkeeper = Authenticator(settings.auth)
+        self.authenticator = Authenticator(settings.auth)
         surface = AdminContext(
             self.engine,
             settings,
-            self.doorkeeper,
+            self.authenticator,
             lambda: [] if self.ready else ["draining"],
             self._ask,
         )
@@ -112,7 +112,7 @@ class Site:
         )
 
     def token(self, *roles: str, tenant: str = "acme", subject: str = "ann") -> str:
-        return self.doorkeeper.issue(tenant, subject, roles, 60)
+        return self.authenticator.issue(tenant, subject, roles, 60)
 
     async def dead(self, topic: str, count: int = 1, group: str = "billing") -> list[str]:
         """Dead letters the way they come about: a consumer rejects events."""

@@ -50,7 +50,7 @@ async def fill(path: Path, small: Any) -> None:
         for _ in range(10):
             await bus.publish_many("filler", FILLER)
         for _ in range(200):
-            await engine.housekeeper.settle()
+            await engine.maintenance.settle()
             if engine.log.manifest.sealed_to >= engine.journal.base:
                 break
             await asyncio.sleep(0.01)

@@ -101,10 +101,10 @@ def test_a_jump_forward_does_not_empty_the_log(world) -> None:
         filler = [random.Random(n).randbytes(8_000) for n in range(40)]
         for _ in range(8):
             await bus.publish_many("orders", filler)
-        await bus.engine.housekeeper.settle()
+        await bus.engine.maintenance.settle()
         here.clock.jump(40 * 86_400)
         await asyncio.sleep(5)
-        await bus.engine.housekeeper.settle()
+        await bus.engine.maintenance.settle()
         assert (await bus.topics.info("orders")).partitions[0].first_offset == 0
 
     here.run(age)

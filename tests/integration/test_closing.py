@@ -108,7 +108,7 @@ async def test_everything_that_waits_is_stored_and_answered(
     closing = asyncio.create_task(bus.close())
     await asyncio.sleep(0.01)
     with pytest.raises(penstock.BusClosed):  # or it might never end
-        await engine(bus).intake.submit([], entries=[TopicGone("none", ())])
+        await engine(bus).publisher.submit([], entries=[TopicGone("none", ())])
     assert not closing.done()
     gate.open()
     receipts = await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE_S)

@@ -19,7 +19,7 @@ async def sealed(folder: Path, rounds: int) -> None:
         for _ in range(rounds):
             for _ in range(12):
                 await bus.publish("orders", random.Random(7).randbytes(100_000))
-            await bus.engine.housekeeper.settle()  # type: ignore[attr-defined]
+            await bus.engine.maintenance.settle()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("rounds", [3, 9])

@@ -184,17 +184,17 @@ def test_a_crash_at_any_step_of_sealing_loses_and_repeats_nothing(world) -> None
         await bus.publish_many("orders", [b"%d" % number for number in range(20)])
         await bus.publish("orders", b"once", idempotency_key="job-7")
         engine: Any = bus.engine
-        async with engine.housekeeper._turn:  # no sealing before all is there
+        async with engine.maintenance._turn:  # no sealing before all is there
             for _ in range(4):
                 await bus.publish_many("filler", filler)
             start = here.disk.operations
             if crash_after is not None:
                 here.disk.crash_at(start + crash_after)
         while engine.log.manifest.sealed_to < engine.journal.base:
-            await engine.housekeeper.settle()
+            await engine.maintenance.settle()
             await asyncio.sleep(0.1)
         await asyncio.sleep(1.0)  # the grace time is over: files go
-        await engine.housekeeper.settle()
+        await engine.maintenance.settle()
         steps.append(here.disk.operations - start)
 
     async def check(bus: penstock.Bus) -> None:

@@ -76,7 +76,7 @@ async def sealed(bus: penstock.Bus, topic: str = "filler.topic") -> None:
     at = engine(bus).journal.base
 
     async def done() -> bool:
-        await engine(bus).housekeeper.settle()
+        await engine(bus).maintenance.settle()
         return engine(bus).log.manifest.sealed_to >= at
 
     await until(done, "sealing")
@@ -280,7 +280,7 @@ async def test_a_transaction_whose_partition_is_taken_away_does_not_happen(
             await bus.publish("in", b"x", partition=partition)
         first = await bus.subscribe("in", group="g", mode="log").open()
         assert {(await first.get(timeout_s=5)).partition for _ in range(2)} == {0, 1}
-        prepare = engine(bus).intake.prepare
+        prepare = engine(bus).publisher.prepare
 
         async def slow(draft) -> int:
             second = await bus.subscribe("in", group="g", mode="log").open()
@@ -288,7 +288,7 @@ async def test_a_transaction_whose_partition_is_taken_away_does_not_happen(
             assert await second.get(timeout_s=5) is not None
             return await prepare(draft)
 
-        monkeypatch.setattr(engine(bus).intake, "prepare", slow)
+        monkeypatch.setattr(engine(bus).publisher, "prepare", slow)
         with pytest.raises(penstock.Fenced):
             async with bus.transaction() as tx:
                 tx.publish("out", b"never")
@@ -402,7 +402,7 @@ async def test_a_reset_that_was_given_up_and_fails_does_no_harm(
             call.cancel()
             raise penstock.Fenced("too late")
 
-        call = asyncio.create_task(engine(bus).intake.submit([], when_taken=refuses))
+        call = asyncio.create_task(engine(bus).publisher.submit([], when_taken=refuses))
         await asyncio.gather(call, return_exceptions=True)
         await bus.publish("in", b"1")
 
@@ -413,13 +413,13 @@ async def test_a_transaction_behind_a_reset_does_not_happen(tmp_path, small, mon
         await bus.publish_many("in", [b"0", b"1"])
         sub = await bus.subscribe("in", group="g", mode="log").open()
         await sub.get(timeout_s=5)
-        prepare = engine(bus).intake.prepare
+        prepare = engine(bus).publisher.prepare
 
         async def slow(draft) -> int:
             await bus.groups.reset("g", "latest", confirm="RESET")
             return await prepare(draft)
 
-        monkeypatch.setattr(engine(bus).intake, "prepare", slow)
+        monkeypatch.setattr(engine(bus).publisher, "prepare", slow)
         with pytest.raises(penstock.Fenced):
             async with bus.transaction() as tx:
                 tx.publish("out", b"never")
@@ -775,7 +775,7 @@ async def test_large_payloads_lie_beside_the_journal_until_they_are_sealed(tmp_p
         assert await read(bus, "orders") == [big]
 
         async def gone() -> bool:
-            await engine(bus).housekeeper.round()
+            await engine(bus).maintenance.round()
             return len(list((tmp_path / "side").iterdir())) <= 3
 
         await until(gone, "the side file going")
@@ -816,7 +816,7 @@ def test_retention_by_age_and_what_is_told_afterwards(world) -> None:
         await sealed(bus)
         for _ in range(40):
             await asyncio.sleep(10)
-            await engine(bus).housekeeper.settle()
+            await engine(bus).maintenance.settle()
         await bus.publish("orders", b"new")
         assert await read(bus, "orders") == [b"new"]
         with pytest.raises(penstock.OffsetExpired) as caught:
@@ -837,7 +837,7 @@ def test_retention_leaves_a_delayed_event_until_its_time(world) -> None:
         await sealed(bus)
         for _ in range(99):
             await asyncio.sleep(10)
-            await engine(bus).housekeeper.settle()
+            await engine(bus).maintenance.settle()
         assert await read(bus, "orders") == []
         await asyncio.sleep(20)
         assert await read(bus, "orders") == [b"later"]
@@ -845,7 +845,7 @@ def test_retention_leaves_a_delayed_event_until_its_time(world) -> None:
         await sealed(bus)
         for _ in range(40):
             await asyncio.sleep(10)
-            await engine(bus).housekeeper.settle()
+            await engine(bus).maintenance.settle()
         assert engine(bus).log.manifest.ranges("_scheduled", 0) == []
 
     here.run(age)
@@ -859,7 +859,7 @@ async def test_retention_by_size_keeps_the_newest(tmp_path, small) -> None:
             for _ in range(8):
                 await bus.publish("orders", dice.randbytes(20_000))
             await sealed(bus)
-        await engine(bus).housekeeper.settle()
+        await engine(bus).maintenance.settle()
         info = await bus.topics.info("orders")
         first, end = info.partitions[0].first_offset, info.partitions[0].end_offset
         assert end == 48

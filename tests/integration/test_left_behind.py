@@ -227,7 +227,7 @@ async def test_a_client_that_leaves_while_it_publishes_counts_for_nothing(
         waits.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(daemon.engine.intake, "_put_aside", put_aside)
+    monkeypatch.setattr(daemon.engine.publisher, "_put_aside", put_aside)
     calls = [asyncio.create_task(bus.publish(TOPIC, each)) for each in (b"1", bytes(2 << 20))]
     await asyncio.wait_for(waits.wait(), DEADLINE_S)
     assert daemon.engine.admission.use()["default"][1] == 1

@@ -94,7 +94,7 @@ async def test_a_chain_begun_again_does_not_hide_the_one_that_is_gone(
     for life in range(3):
         async with penstock.connect(folder, settings=small_settings()) as bus:
             await act(bus, 10 * (life + 1), 4)
-            await bus.engine.housekeeper.settle()  # type: ignore[attr-defined]
+            await bus.engine.maintenance.settle()  # type: ignore[attr-defined]
             found = await bus.audit.verify()
             assert not found.ok
             assert "7 records" in found.broken.explanation

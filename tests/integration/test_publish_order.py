@@ -41,14 +41,14 @@ async def test_nobody_overtakes_who_pays_for_sealing(tmp_path: Path) -> None:
     """X2: publishes are paced while sealing is behind; when it is not any more, none is first."""
     async with penstock.connect(str(tmp_path / "data")) as bus:
         await bus.topics.create("orders.paced")
-        brake = bus.engine.brake
-        brake.backlog_bytes = bus.engine.settings.sealing.backlog_max_bytes
+        sealing_backlog = bus.engine.sealing_backlog
+        sealing_backlog.backlog_bytes = bus.engine.settings.sealing.backlog_max_bytes
         calls = []
         for each in range(30):
             payload = b"x" * (100_000 if each % 3 else 10)
             calls.append(asyncio.create_task(bus.publish("orders.paced", payload)))
             await asyncio.sleep(0.001)
             if each == 15:
-                brake.backlog_bytes = 0
+                sealing_backlog.backlog_bytes = 0
         offsets = [receipt.offset for receipt in await asyncio.gather(*calls)]
         assert offsets == sorted(offsets)

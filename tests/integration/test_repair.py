@@ -119,10 +119,10 @@ async def test_a_repaired_folder_is_sealed_and_opens_from_its_snapshot(recorded:
     async with penstock.connect(folder, settings=small_settings()) as bus:
         for _ in range(12):
             await bus.publish("filler", random.Random(1).randbytes(200_000))
-        await bus.engine.housekeeper.settle()  # type: ignore[attr-defined]
+        await bus.engine.maintenance.settle()  # type: ignore[attr-defined]
     assert list((folder / "state").glob("*.snap"))
     async with penstock.connect(folder, settings=small_settings()) as bus:
-        await bus.engine.housekeeper.settle()  # type: ignore[attr-defined]
+        await bus.engine.maintenance.settle()  # type: ignore[attr-defined]
     assert not (folder / "journal" / f"{0:020d}.jnl").exists()
     there = await found_in(folder, known)
     assert sorted(there["events"], key=str) == sorted(known["events"], key=str)

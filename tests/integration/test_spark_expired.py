@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with penstock.connect_sync(path, retention__max_bytes=1 << 20, **SMALL) as bus:
         for _ in range(5):
             bus.publish_many("a", [dice.randbytes(1_000) for _ in range(1_000)])
-        bus._thread.wait(bus._target.engine.housekeeper.settle())
+        bus._thread.wait(bus._target.engine.maintenance.settle())
     return path
 
 

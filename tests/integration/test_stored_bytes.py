@@ -43,7 +43,7 @@ async def test_a_restart_keeps_the_number(
         assert stored(bus) == KEPT
     async with penstock.connect(folder, settings=settings) as bus:
         assert stored(bus) == KEPT
-        await bus.engine.housekeeper.settle()
+        await bus.engine.maintenance.settle()
         assert stored(bus) == KEPT
     sizes = read_traffic(folder, settings, 3_600)
     assert sum(batch.event_bytes for batch in sizes.batches) == pytest.approx(KEPT, abs=50)
@@ -51,8 +51,8 @@ async def test_a_restart_keeps_the_number(
     emptied = small(retention__age_s=0.0)
     async with penstock.connect(folder, settings=emptied) as bus:
         assert stored(bus) in (KEPT, 0)  # the first round of housekeeping may have been
-        await bus.engine.housekeeper.settle()
-        await bus.engine.housekeeper.settle()
+        await bus.engine.maintenance.settle()
+        await bus.engine.maintenance.settle()
         assert stored(bus) == 0
 
 
@@ -68,10 +68,10 @@ async def test_tenants_of_one_topic_are_charged_and_given_back_the_same(
             assert stored(bus, tenant) == 1_640
     for _ in range(2):
         async with penstock.connect(folder, settings=settings) as bus:
-            await bus.engine.housekeeper.settle()
+            await bus.engine.maintenance.settle()
             assert (stored(bus), stored(bus, "globex")) == (3_280, 3_280)
     async with penstock.connect(folder, settings=small(retention__age_s=0.0)) as bus:
-        await bus.engine.housekeeper.settle()
+        await bus.engine.maintenance.settle()
         assert (stored(bus), stored(bus, "globex")) == (0, 0)
 
 

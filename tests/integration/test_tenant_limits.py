@@ -191,7 +191,7 @@ async def test_a_refused_transaction_is_counted_like_a_publish(
     async def refuse(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(place.daemon.engine.intake, "transact", refuse)
+    monkeypatch.setattr(place.daemon.engine.publisher, "transact", refuse)
     bus = await place.connect("other")
     with pytest.raises(type(error)) as caught:
         async with bus.transaction() as transaction:

@@ -152,7 +152,7 @@ async def test_a_repeated_one_leaves_no_file_behind(tmp_path) -> None:
     async with penstock.connect(tmp_path / "data", journal__side_file_bytes=1 << 20) as bus:
         for _ in range(2):
             await once(bus, "job-7", bytes(1 << 20))
-        assert bus.engine.intake.aside_bytes == 2 << 20  # type: ignore[attr-defined]
+        assert bus.engine.publisher.aside_bytes == 2 << 20  # type: ignore[attr-defined]
 
 
 async def test_a_key_belongs_to_its_tenant(mem) -> None:

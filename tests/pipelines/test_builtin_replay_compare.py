@@ -99,7 +99,7 @@ class Log:
             time.sleep(0.1)
             bus.publish("other", b"the journal file before this event is closed")
             engine = bus._target.engine
-            bus._thread.wait(engine.housekeeper.settle())
+            bus._thread.wait(engine.maintenance.settle())
             return {info.id for info in engine.log.manifest.segments()}
 
 

@@ -183,7 +183,7 @@ def seal(folder: Path, least_bytes: int) -> None:
         engine = bus._target.engine
         assert engine.journal.base > engine.log.manifest.sealed_to
         while engine.log.manifest.sealed_to < engine.journal.base:  # the audit trail goes first
-            bus._thread.wait(engine.housekeeper.settle())
+            bus._thread.wait(engine.maintenance.settle())
             time.sleep(0.02)
 
 

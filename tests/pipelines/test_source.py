@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             )
         time.sleep(0.2)  # the next publish begins a new file, and the one before is sealed
         bus.publish("orders.made.v1.globex", {"n": 7}, headers={"trace": "t1"})
-        bus._thread.wait(bus._target.engine.housekeeper.settle())
+        bus._thread.wait(bus._target.engine.maintenance.settle())
         bus.publish("orders.made.v1.globex", b"not json")
         bus.publish("plain", "text", event_time=datetime(1970, 1, 1, tzinfo=UTC))
         bus.publish("plain", "text", event_time=datetime(2199, 1, 1, tzinfo=UTC))
@@ -458,7 +458,7 @@ def test_offsets_that_retention_took_fail_the_query_or_are_skipped(
     with penstock.connect_sync(data, retention__max_bytes=1 << 20, **small) as bus:
         for _ in range(5):
             bus.publish_many("a", [dice.randbytes(1_000) for _ in range(1_000)])
-        bus._thread.wait(bus._target.engine.housekeeper.settle())
+        bus._thread.wait(bus._target.engine.maintenance.settle())
         first = bus.topics.info("a").partitions[0].first_offset
     assert first > 20, "retention took what the query had not read"
     if choice == "fail":

@@ -20,10 +20,10 @@ async def test_work_that_failed_for_nobody_is_not_complained_about(
 ) -> None:
     """Q1: a connection that has ended meanwhile does not look; a client cannot fill the log so."""
     fastpath = FastPath(FastPathSettings())
-    detour: ThreadLane[str, None] = ThreadLane(fastpath, lambda work, item, behind: None)
-    assert detour.begin("frame", 1 << 20, broken)
+    thread_lane: ThreadLane[str, None] = ThreadLane(fastpath, lambda work, item, behind: None)
+    assert thread_lane.begin("frame", 1 << 20, broken)
     async with asyncio.timeout(5):
-        while detour.busy:
+        while thread_lane.busy:
             await asyncio.sleep(0.001)
     await asyncio.sleep(0)
     gc.collect()

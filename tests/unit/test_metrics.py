@@ -379,7 +379,7 @@ async def test_append_times_are_found_wherever_events_lie(bus: penstock.Bus) -> 
     begun = [each[1].last_offset for each in engine.log.manifest.ranges("orders", 0)]
     for offset in range(max(begun, default=-1) + 1, 6):
         assert appended_us(engine.log, ("orders", 0), offset) == times[offset]
-    await engine.housekeeper.settle()
+    await engine.maintenance.settle()
     sealed = engine.log.manifest.ranges("orders", 0)
     assert sealed, "something was sealed"
     last = sealed[-1][1].last_offset
@@ -403,7 +403,7 @@ async def test_retained_bytes_follow_sealing_and_retention(
         for _ in range(8):
             for topic in ("orders", "invoices"):
                 await bus.publish_many(topic, [random.randbytes(1_000) for _ in range(300)])
-            await engine.housekeeper.settle()
+            await engine.maintenance.settle()
             shown.append(await scraped.values("penstock_retained_bytes"))
             fresh = Retained(Counters().labels)
             fresh.update(engine.log.manifest.segments())
@@ -413,7 +413,7 @@ async def test_retained_bytes_follow_sealing_and_retention(
         before = shown[-1]["default", "orders"]
         assert 0 < before < 8 * 300_000, "retention has taken some"
         await bus.topics.delete("invoices", confirm="DELETE")
-        await engine.housekeeper.settle()
+        await engine.maintenance.settle()
         after = await scraped.values("penstock_retained_bytes")
         assert (after["default", "invoices"], after["default", "orders"]) == (0, before)
 
@@ -427,7 +427,7 @@ async def test_write_amplification_is_disk_over_published(
         for _ in range(4):
             await bus.publish_many("orders", [random.randbytes(1_000) for _ in range(500)])
             scraped.counters.published("default", "orders", 500, 500_000, 0.01)
-        await scraped.engine.housekeeper.settle()
+        await scraped.engine.maintenance.settle()
         written = await scraped.values("penstock_disk_written_bytes_total")
         assert written["journal",] > 2_000_000
         assert written["segments",] > 500_000
@@ -533,8 +533,8 @@ async def test_problems_are_seen(scraped: Scraped) -> None:
     parts = ("writer", "housekeeping", "disk", "retention", "audit")
     quiet = {(part,): 0 for part in parts}
     assert await scraped.values("penstock_problem") == quiet
-    scraped.engine.housekeeper.problem = "a file is missing"
-    scraped.engine.housekeeper.shortage_bytes = 1
+    scraped.engine.maintenance.problem = "a file is missing"
+    scraped.engine.maintenance.shortage_bytes = 1
     scraped.engine.audit.failure = "the disk is gone"
     assert await scraped.values("penstock_problem") == quiet | {
         ("housekeeping",): 1,

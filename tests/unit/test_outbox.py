@@ -37,25 +37,25 @@ class Transport:
 
 async def test_the_first_words_of_a_turn_do_not_wait_for_the_others() -> None:
     transport = Transport()
-    outbox = SendBuffer(asyncio.get_running_loop(), transport)  # type: ignore[arg-type]
+    send_buffer = SendBuffer(asyncio.get_running_loop(), transport)  # type: ignore[arg-type]
     for word in (b"a", b"b", b"c"):
-        outbox.put([word])
+        send_buffer.put([word])
     assert transport.writes == [b"a"]
     await asyncio.sleep(0)
     assert transport.writes == [b"a", b"bc"]
-    outbox.put([b"d"])
+    send_buffer.put([b"d"])
     assert transport.writes[-1] == b"d", "another turn has begun"
 
 
 async def test_nothing_is_written_while_the_peer_is_slow() -> None:
     transport = Transport()
-    outbox = SendBuffer(asyncio.get_running_loop(), transport)  # type: ignore[arg-type]
-    outbox.pause()
-    outbox.put([b"a"])
-    outbox.put([b"b"])
+    send_buffer = SendBuffer(asyncio.get_running_loop(), transport)  # type: ignore[arg-type]
+    send_buffer.pause()
+    send_buffer.put([b"a"])
+    send_buffer.put([b"b"])
     await asyncio.sleep(0)
     assert not transport.writes
-    outbox.resume()
+    send_buffer.resume()
     assert transport.writes == [b"ab"]
 
 

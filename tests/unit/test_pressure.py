@@ -293,10 +293,10 @@ async def test_saturation_is_use_against_limits(tmp_path: Path) -> None:
         assert gauge.read().saturation["loop"] == pytest.approx(0.9, abs=0.02)
         engine.commits._full = DiskFull("no room")
         assert gauge.read().pressure == gauge.read().saturation["storage"] == 1.0
-        engine.brake.backlog_bytes = 2 * bus.settings.sealing.backlog_max_bytes
+        engine.sealing_backlog.backlog_bytes = 2 * bus.settings.sealing.backlog_max_bytes
         found = gauge.read()
         assert found.saturation["backlog"] == found.pressure == 3.0
-        assert found.backlog_bytes == engine.brake.backlog_bytes
+        assert found.backlog_bytes == engine.sealing_backlog.backlog_bytes
 
 
 async def test_the_document_over_http(mem: penstock.Bus) -> None:

@@ -88,7 +88,7 @@ async def test_traffic_is_the_same_from_journal_and_segments(
     assert not before.cut
     async with penstock.connect(tmp_path / "data", settings=settings) as bus:
         await bus.publish("other", b"y")  # each start begins a new file, so the old one is closed
-        await bus.engine.housekeeper.settle()
+        await bus.engine.maintenance.settle()
     assert list((tmp_path / "data" / "segments").glob("*.parquet"))
     after = read_traffic(tmp_path / "data", settings, 3_600)
     key = [(b.time_us, b.tenant, b.topic, b.events) for b in before.batches]

@@ -40,9 +40,9 @@ class Calls:
         self.gone += 1
 
 
-async def drained(outbox: ZmqOutbox) -> None:
+async def drained(send_buffer: ZmqOutbox) -> None:
     async with asyncio.timeout(5):
-        while outbox.pending_bytes():
+        while send_buffer.pending_bytes():
             await asyncio.sleep(0.005)
 
 
@@ -53,19 +53,19 @@ async def test_pending_bytes_are_counted(
     """What nobody reads is pending, up to the part that is not marked; what is read is not."""
     reader, writer = pair
     calls = Calls()
-    outbox = ZmqOutbox(writer, calls.nudge, calls.unreachable)
+    send_buffer = ZmqOutbox(writer, calls.nudge, calls.unreachable)
     count = 12_000_000 // max(size, 2_000)
     for number in range(count):
-        outbox.put([b"%d" % number, bytes(size)])
+        send_buffer.put([b"%d" % number, bytes(size)])
     total = count * size
     # In the buffers of both sides there is room for a little more than the marks leave out.
-    assert total - MARK_BYTES - 3 * size - (1 << 20) <= outbox.pending_bytes()
-    assert outbox.pending_bytes() <= total + count * 2 * (zmq_outbox.PART_COST_BYTES + 5)
-    assert outbox._held_bytes <= WINDOW_BYTES + MARK_BYTES + size + 200
+    assert total - MARK_BYTES - 3 * size - (1 << 20) <= send_buffer.pending_bytes()
+    assert send_buffer.pending_bytes() <= total + count * 2 * (zmq_outbox.PART_COST_BYTES + 5)
+    assert send_buffer._held_bytes <= WINDOW_BYTES + MARK_BYTES + size + 200
     for number in range(count):
         head, part = await asyncio.to_thread(reader.recv_multipart)
         assert (head, len(part)) == (b"%d" % number, size)
-    await drained(outbox)
+    await drained(send_buffer)
     assert (calls.nudges, calls.gone) == (count, 0)
 
 
@@ -75,13 +75,13 @@ async def test_what_is_sent_may_be_a_view(
     """Parts are views into batches; the view given to libzmq dies although its batch lives on."""
     reader, writer = pair
     calls = Calls()
-    outbox = ZmqOutbox(writer, calls.nudge, calls.unreachable)
+    send_buffer = ZmqOutbox(writer, calls.nudge, calls.unreachable)
     body = bytes(range(256)) * 1_000
     views = [memoryview(body)[start : start + 100_000] for start in (0, 50_000, 100_000)]
-    outbox.put(views)
+    send_buffer.put(views)
     heard = await asyncio.to_thread(reader.recv_multipart)
     assert heard == [bytes(view) for view in views]
-    await drained(outbox)
+    await drained(send_buffer)
 
 
 async def test_finish_gives_everything_away(
@@ -89,12 +89,12 @@ async def test_finish_gives_everything_away(
 ) -> None:
     reader, writer = pair
     calls = Calls()
-    outbox = ZmqOutbox(writer, calls.nudge, calls.unreachable)
+    send_buffer = ZmqOutbox(writer, calls.nudge, calls.unreachable)
     for number in range(100):
-        outbox.put([b"%d" % number, bytes(100_000)])
-    assert outbox._queue
-    outbox.finish()
-    outbox.put([b"too late"])
+        send_buffer.put([b"%d" % number, bytes(100_000)])
+    assert send_buffer._queue
+    send_buffer.finish()
+    send_buffer.put([b"too late"])
     for number in range(100):
         assert (await asyncio.to_thread(reader.recv_multipart))[0] == b"%d" % number
 
@@ -105,10 +105,10 @@ async def test_a_peer_that_is_gone_is_reported_once() -> None:
     router = context.socket(zmq.ROUTER)
     router.set(zmq.ROUTER_MANDATORY, 1)
     calls = Calls()
-    outbox = ZmqOutbox(router, calls.nudge, calls.unreachable, b"nobody")
-    outbox.put([b"hello"])
-    outbox.put([b"again"])
-    assert (calls.gone, outbox.pending_bytes()) == (1, 0)
+    send_buffer = ZmqOutbox(router, calls.nudge, calls.unreachable, b"nobody")
+    send_buffer.put([b"hello"])
+    send_buffer.put([b"again"])
+    assert (calls.gone, send_buffer.pending_bytes()) == (1, 0)
     context.destroy(linger=0)
 
 
@@ -119,10 +119,10 @@ async def test_the_loop_may_end_first(pair: tuple[zmq.Socket[bytes], zmq.Socket[
     boxes: list[ZmqOutbox] = []
 
     async def fill() -> None:
-        outbox = ZmqOutbox(writer, calls.nudge, calls.unreachable)
+        send_buffer = ZmqOutbox(writer, calls.nudge, calls.unreachable)
         for _ in range(100):
-            outbox.put([bytes(100_000)])
-        boxes.append(outbox)
+            send_buffer.put([bytes(100_000)])
+        boxes.append(send_buffer)
 
     await asyncio.to_thread(asyncio.run, fill())
     assert boxes[0]._waiting

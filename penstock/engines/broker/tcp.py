@@ -225,10 +225,10 @@ class TcpLink(asyncio.BufferedProtocol):
     def close(self) -> None:
         """End the connection; what is queued goes out first."""
         self._on_lost = None
-        transport, outbox = self._transport, self._outbox
+        transport, send_buffer = self._transport, self._outbox
         self._transport = self._outbox = None
-        if transport is not None and outbox is not None:
-            outbox.finish()
+        if transport is not None and send_buffer is not None:
+            send_buffer.finish()
             transport.close()
             asyncio.get_running_loop().call_later(LINGER_S, transport.abort)
 

@@ -151,7 +151,7 @@ class StandingOrders:
                 actor, operation, f"{pattern} -> {destination}", _route_state(before), after
             )
             await engine.save_routes()
-            await engine.intake.submit(
+            await engine.publisher.submit(
                 [], when_taken=lambda _: [*engine.groups.routes_changed(pattern, route), audit]
             )
         except PenstockError:
@@ -198,11 +198,11 @@ class StandingOrders:
                 _schedule_state(definition),
             )  # fmt: skip
             put = RecurringPut(request.id, msgspec.msgpack.encode(definition))
-            await engine.intake.write_entries([put, audit])
+            await engine.publisher.write_entries([put, audit])
         except PenstockError:
             recurring.undo(definition, before)
             raise
-        engine.timekeeper.wake()
+        engine.scheduler.wake()
         return definition
 
     async def remove_schedule(self, request: ask.RemoveSchedule) -> Effect:
@@ -218,7 +218,7 @@ class StandingOrders:
             request.actor or LOCAL, "schedule.remove", request.id, _schedule_state(before),
             _schedule_state(None, gone="removed"),
         )  # fmt: skip
-        await engine.intake.write_entries([RecurringGone(request.id), audit])
+        await engine.publisher.write_entries([RecurringGone(request.id), audit])
         return effect
 
 
@@ -304,7 +304,7 @@ class Administration:
         entry = self._engine.audit.entry(
             actor, operation, target, {}, {"status": "refused", "code": error.code}
         )
-        await self._engine.intake.write_entries([entry])
+        await self._engine.publisher.write_entries([entry])
         return error
 
     # -- topics --------------------------------------------------------------------------------
@@ -361,8 +361,8 @@ class Administration:
             lanes = engine.groups.topic_made(topic, old.partitions, new.partitions)
             return [TopicPut(topic, new), *lanes, audit]
 
-        await engine.intake.submit([], when_taken=entries)
-        engine.housekeeper.wake()  # a topic at its limit may have room now
+        await engine.publisher.submit([], when_taken=entries)
+        engine.maintenance.wake()  # a topic at its limit may have room now
         return self._topic_info(topic)
 
     async def _seal(self, request: ask.Seal) -> SealInfo:
@@ -376,18 +376,18 @@ class Administration:
             before = engine.journal.position
             engine.journal.close_file()
             audit = engine.audit.entry(request.actor, "journal.seal", "journal", {}, {})
-            await engine.intake.write_entries([audit])
+            await engine.publisher.write_entries([audit])
             if engine.journal.base < before:
                 raise DiskFull(
                     "no room for another journal file, so this one cannot be closed; nothing was sealed. "
                     "Free some space or lower retention",
                     retry_after_s=1.0,
                 )
-            engine.housekeeper.wake()
+            engine.maintenance.wake()
         sealed_to = engine.log.manifest.sealed_to
-        if engine.housekeeper.problem is not None and sealed_to < before:
+        if engine.maintenance.problem is not None and sealed_to < before:
             raise StorageError(
-                f"sealing fails: {engine.housekeeper.problem}. Nothing is lost; it is tried again"
+                f"sealing fails: {engine.maintenance.problem}. Nothing is lost; it is tried again"
             )
         return SealInfo(before, sealed_to)
 
@@ -425,8 +425,8 @@ class Administration:
             engine.topics.forget(topic)
             return [TopicGone(topic, ends), audit]
 
-        await engine.intake.submit([], when_taken=entries)
-        engine.housekeeper.wake()
+        await engine.publisher.submit([], when_taken=entries)
+        engine.maintenance.wake()
         return effect
 
     def _loss_of_topic(self, topic: str, *, done: bool) -> Effect:
@@ -538,16 +538,16 @@ class Administration:
         return newest_letters(self._engine.state.dead.values(), request)
 
     async def _inspect_dead(self, request: ask.InspectDead) -> Any:
-        return await self._engine.graveyard.inspect(request.id)
+        return await self._engine.dead_letter_store.inspect(request.id)
 
     async def _replay_dead(self, request: ask.ReplayDead) -> Any:
-        return await self._engine.graveyard.replay(
+        return await self._engine.dead_letter_store.replay(
             request.ids, request.target_consumer, request.target_topic, request.actor,
             request.reason, request.confirm, request.dry_run,
         )  # fmt: skip
 
     async def _quarantine(self, request: ask.Quarantine) -> Any:
-        return await self._engine.graveyard.quarantine(
+        return await self._engine.dead_letter_store.quarantine(
             request.id,
             request.consumer,
             request.topic,
@@ -557,7 +557,7 @@ class Administration:
         )
 
     async def _purge_dead(self, request: ask.PurgeDead) -> Any:
-        return await self._engine.graveyard.purge(
+        return await self._engine.dead_letter_store.purge(
             request.ids, request.actor, request.reason, request.confirm, request.dry_run
         )
 
@@ -587,16 +587,16 @@ class Administration:
 
     async def _pressure(self, request: ask.Pressure) -> dict[str, Any]:
         engine = self._engine
-        written = engine.journal.written_bytes + engine.housekeeper.bytes_out
+        written = engine.journal.written_bytes + engine.maintenance.bytes_out
         return {
             "commits": engine.commits.commits,
             "journal_bytes": engine.journal.written_bytes,
-            "backlog_bytes": engine.brake.backlog_bytes,
+            "backlog_bytes": engine.sealing_backlog.backlog_bytes,
             "segment_bytes": engine.log.manifest.total_bytes,
-            "sealed_in_bytes": engine.housekeeper.bytes_in,
-            "sealed_out_bytes": engine.housekeeper.bytes_out,
+            "sealed_in_bytes": engine.maintenance.bytes_in,
+            "sealed_out_bytes": engine.maintenance.bytes_out,
             "write_amplification": written / max(1, engine.journal.written_bytes),
-            "problem": engine.housekeeper.problem,
+            "problem": engine.maintenance.problem,
         }
 
 

@@ -159,7 +159,7 @@ class DeadLetterStore:
 
         while True:
             try:
-                await self._engine.intake.submit(drafts, when_taken=entries)
+                await self._engine.publisher.submit(drafts, when_taken=entries)
                 self._burials.full = None
                 break
             except Rejected as error:  # the disk is full: they stay doomed until there is room
@@ -183,7 +183,7 @@ class DeadLetterStore:
             draft.headers = [{REJECTED: correlation}]
             drafts.append(draft)
         try:
-            await self._engine.intake.submit(drafts)
+            await self._engine.publisher.submit(drafts)
         except Rejected as error:  # the disk is full: their requests time out
             log.warning("%d requesters were not told of dead letters: %s", len(drafts), error)
 
@@ -231,7 +231,7 @@ class DeadLetterStore:
         ]
         for start in range(0, len(gone), FORGET_CHUNK):
             chunk = gone[start : start + FORGET_CHUNK]
-            await self._engine.intake.write_entries([DeadPurged(id) for id in chunk])
+            await self._engine.publisher.write_entries([DeadPurged(id) for id in chunk])
 
     # -- operators -----------------------------------------------------------------------------
 
@@ -316,7 +316,7 @@ class DeadLetterStore:
             # Its return to the group goes into the same entry: a crash between two would lose it.
             return [*group.drain(), DeadReplayed(letter.id), audit]
 
-        await self._engine.intake.submit([], when_taken=entries, brings_news=True)
+        await self._engine.publisher.submit([], when_taken=entries, brings_news=True)
         self.revived(letter.tenant, letter.topic)
         self._engine.dispatcher.touched(group)
 
@@ -333,7 +333,7 @@ class DeadLetterStore:
                     letter = self.find(id)
                     audit = self._audit(actor, "dlq.purge", letter, reason, "purged")
                     if not dry_run:
-                        await self._engine.intake.submit([], entries=[DeadPurged(id), audit])
+                        await self._engine.publisher.submit([], entries=[DeadPurged(id), audit])
                 outcome.done += 1
             except PenstockError as error:
                 outcome.failed(id, error)
@@ -399,7 +399,7 @@ class DeadLetterStore:
             ]
 
         draft = self._draft(consumer, event, 0, reason)
-        await self._engine.intake.submit([draft], when_taken=entries, brings_news=True)
+        await self._engine.publisher.submit([draft], when_taken=entries, brings_news=True)
         self.buried(event.tenant, topic)
         if group is not None:
             self._engine.dispatcher.touched(group)  # its key may go on

@@ -127,8 +127,8 @@ class EmbeddedEngine:
             self.disk, self.settings.journal, position=found.position, epoch=found.epoch + 1
         )
         self.topics = TopicMaker(self)
-        self.intake = Publisher(self)
-        self.keyring = TransactionKeys(self)
+        self.publisher = Publisher(self)
+        self.transaction_keys = TransactionKeys(self)
         for topic, spec in self.state.topics.items():
             self.topics.set_floors(topic, spec)
         segments = self.log.manifest.segments()
@@ -142,7 +142,7 @@ class EmbeddedEngine:
         tokens = TokenSource(self.runtime.entropy(8))
         layout = Batcher(self.log, self.fold, tokens, self.settings.media, self.runtime.wall_us)
         self.layout = layout
-        self.graveyard = DeadLetterStore(self)
+        self.dead_letter_store = DeadLetterStore(self)
         self.handovers = Handovers(self.disk, found.epoch)
         self.dispatcher = Dispatcher(
             self.log,
@@ -151,18 +151,18 @@ class EmbeddedEngine:
             self.admission.limits,
             hurry=self._hurry,
             mention=self._mention,
-            bury=self.graveyard.bury,
+            bury=self.dead_letter_store.bury,
         )
         self.admission.on_reload = self.dispatcher.limit
         self.commits = CommitLoop(
             self.journal, layout, self.dispatcher, self.runtime, self.settings, self._laid,
             self._committed,
         )  # fmt: skip
-        self.brake = SealingBacklog(self.runtime, self.settings)
+        self.sealing_backlog = SealingBacklog(self.runtime, self.settings)
         self.groups = Groups(self)
-        self.timekeeper = Scheduler(self)
+        self.scheduler = Scheduler(self)
         self.administration = Administration(self)
-        self.housekeeper = Maintenance(self)
+        self.maintenance = Maintenance(self)
         self.unread = LostEvents(self)
         self.audit.start()
         self.commits.start()
@@ -173,14 +173,14 @@ class EmbeddedEngine:
             if spec.ephemeral
         ]
         with contextlib.suppress(DiskRefused):  # then they end with the next life
-            await self.intake.submit([], entries=ended)
+            await self.publisher.submit([], entries=ended)
             self.handovers.begin(found.epoch + 1)
         for group in list(self.dispatcher.groups.values()):
             self.dispatcher.pump(group)
         # Before anybody publishes: a side file is written before the entry that names it.
-        await self.runtime.read(self.housekeeper.sweep_orphans)
-        self.spawn(self.timekeeper.run())
-        self.spawn(self.housekeeper.run())
+        await self.runtime.read(self.maintenance.sweep_orphans)
+        self.spawn(self.scheduler.run())
+        self.spawn(self.maintenance.run())
 
     async def close(self) -> None:
         """Commit what waits, stop everything, give the folder back."""
@@ -195,7 +195,7 @@ class EmbeddedEngine:
         try:
             # On a full disk the next life finds in the journal what is doomed, and what is not audited.
             with contextlib.suppress(DiskRefused):
-                await self.graveyard.settled()
+                await self.dead_letter_store.settled()
             await self.commits.close()
             await self.audit.end()
         finally:
@@ -205,7 +205,7 @@ class EmbeddedEngine:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await self.dispatcher.close(closed)
-            await self.housekeeper.close()
+            await self.maintenance.close()
             try:
                 # Behind whatever the writer still does: the journal is cut to its length here.
                 await self.runtime.write(self._release)
@@ -216,7 +216,7 @@ class EmbeddedEngine:
         try:
             self.journal.close()
             self.audit.close()
-            self.housekeeper.note_audit()
+            self.maintenance.note_audit()
         finally:
             self.log.close()
             self.log.manifest.close()
@@ -235,7 +235,7 @@ class EmbeddedEngine:
             await work
         except PenstockError as error:
             if self.is_open:
-                self.housekeeper.problem = str(error)
+                self.maintenance.problem = str(error)
                 if not isinstance(error, Rejected):  # which is tried again
                     log.error("something behind the bus failed: %s", error)
 
@@ -266,7 +266,7 @@ class EmbeddedEngine:
         for batch, log, position, inner in taken.placed:
             log.add(batch, base, position, inner)
             if batch.side_bytes:
-                self.housekeeper.side_written(batch.token_base, position)
+                self.maintenance.side_written(batch.token_base, position)
             else:
                 self.log.remember(batch, log)
             self.stored.committed(batch, base)
@@ -282,8 +282,8 @@ class EmbeddedEngine:
                 self.dispatcher.pump(reader)
         self.dispatcher.deliver(taken.leases)
         if taken.commit.roll is not None:
-            self.brake.backlog_bytes += self.settings.journal.file_bytes
-            self.housekeeper.wake()
+            self.sealing_backlog.backlog_bytes += self.settings.journal.file_bytes
+            self.maintenance.wake()
         for submission in taken.submissions:
             for entry in submission.written:
                 if isinstance(entry, DeadLetterEntry):
@@ -296,11 +296,11 @@ class EmbeddedEngine:
 
     async def publish(self, draft: Draft) -> Receipt:
         """Store events; durable when it returns."""
-        return await self.intake.publish(draft)
+        return await self.publisher.publish(draft)
 
     async def transact(self, transaction: Transaction) -> list[Receipt] | None:
         """Publishes, acks and cursors in one journal entry."""
-        return await self.intake.transact(transaction)
+        return await self.publisher.transact(transaction)
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -343,6 +343,6 @@ class EmbeddedEngine:
         """Everything settled so far is durable when it returns."""
         for group in list(self.dispatcher.groups.values()):
             if group.doomed:
-                self.graveyard.bury(group)
-        await self.graveyard.settled()
+                self.dead_letter_store.bury(group)
+        await self.dead_letter_store.settled()
         await self.commits.flush()

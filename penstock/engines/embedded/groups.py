@@ -71,7 +71,7 @@ class Groups:
         self._forget_readers(name)
         if group.spec.mode == "log":
             started = self.logs[name] = LogGroup(
-                name, group, engine.log, engine.runtime, engine.intake.write_entries
+                name, group, engine.log, engine.runtime, engine.publisher.write_entries
             )
             return started
         machine = engine.dispatcher.add(name, group.spec, group.fence)
@@ -93,7 +93,7 @@ class Groups:
         present = engine.state.groups.get(name)
         if present is None:
             try:
-                await engine.intake.submit([], when_taken=lambda _: self._create(name, spec))
+                await engine.publisher.submit([], when_taken=lambda _: self._create(name, spec))
             except asyncio.CancelledError:
                 if spec.ephemeral:  # nobody else knows its name, so nobody else would delete it
                     engine.spawn(self._forget(name))
@@ -110,13 +110,13 @@ class Groups:
                 group=name,
             )
         if old != msgspec.structs.replace(spec, start=old.start):
-            await engine.intake.submit([], when_taken=lambda _: self._change(name, spec))
+            await engine.publisher.submit([], when_taken=lambda _: self._change(name, spec))
 
     async def _make_again(self, name: str, spec: GroupSpec) -> None:
         """A route made a group; its first consumer says how it is to be served, from where it is."""
         machine = self._engine.dispatcher.groups[name]
         places = {place: lane.cursor for place, lane in machine.lanes.items()}
-        await self._engine.intake.submit(
+        await self._engine.publisher.submit(
             [], when_taken=lambda _: [*self._drop(name), *self._create(name, spec, places)]
         )
 
@@ -169,7 +169,7 @@ class Groups:
         await self._forget(name, extra)
 
     async def _forget(self, name: str, extra: Sequence[Entry] = ()) -> None:
-        await self._engine.intake.submit([], when_taken=lambda _: [*self._drop(name), *extra])
+        await self._engine.publisher.submit([], when_taken=lambda _: [*self._drop(name), *extra])
 
     def _drop(self, name: str) -> list[Entry]:
         engine = self._engine
@@ -418,6 +418,6 @@ class Groups:
                     self._engine.dispatcher.forget_handed(machine, place)
             return [*written, *extra]
 
-        await self._engine.intake.submit([], when_taken=entries, brings_news=True)
+        await self._engine.publisher.submit([], when_taken=entries, brings_news=True)
         if machine is not None:
             self._engine.dispatcher.touched(machine)

@@ -174,7 +174,7 @@ class Maintenance:
             for base, end in zip(bases, ends, strict=False)
             if sealed_to <= base < end <= engine.audit.position
         ]
-        engine.brake.backlog_bytes = sum(each.end - each.base for each in closed)
+        engine.sealing_backlog.backlog_bytes = sum(each.end - each.base for each in closed)
         return closed
 
     async def _seal(self) -> bool:
@@ -199,7 +199,7 @@ class Maintenance:
             self._working_bytes = 0
         sealed_to = chosen[-1].end
         engine.log.sealed(sealed_to)
-        engine.brake.sealed(size, engine.runtime.now() - began)
+        engine.sealing_backlog.sealed(size, engine.runtime.now() - began)
         for each in chosen:
             forget = partial(engine.log.journal.forget, each.base)
             self._discard(file_name(each.base), each.end - each.base, forget)
@@ -342,7 +342,7 @@ class Maintenance:
             }
         if self._letters_of:
             with suppress(Rejected):  # of a full disk: the next round comes back to them
-                await engine.graveyard.forget_expired(self._letters_of)
+                await engine.dead_letter_store.forget_expired(self._letters_of)
                 self._letters_of.clear()
 
     def _waiting_segments(self) -> set[int]:

@@ -146,17 +146,17 @@ class Bundle:
     async def _prepare(
         self, number: int, draft: Draft, admitted: list[tuple[Draft, int]]
     ) -> list[DraftPart]:
-        engine, intake = self._engine, self._engine.intake
+        engine, publisher = self._engine, self._engine.publisher
         if not engine.topics.ready(draft.topic):
             await engine.topics.ensure(draft.topic)
-        payload, kept, _ = await intake.prepare(draft)
-        intake.admit(draft, payload, kept)
+        payload, kept, _ = await publisher.prepare(draft)
+        publisher.admit(draft, payload, kept)
         admitted.append((draft, kept))
         if draft.deliver_at_us is not None:
             await engine.topics.ensure(SCHEDULED)
-            stored, due_us = engine.timekeeper.hold_back(draft)
+            stored, due_us = engine.scheduler.hold_back(draft)
             return [DraftPart(number, stored, 0, due_us)]
-        return [DraftPart(number, part, at) for part, at in intake.split(draft)]
+        return [DraftPart(number, part, at) for part, at in publisher.split(draft)]
 
     async def _store(
         self,
@@ -175,19 +175,19 @@ class Bundle:
             places: list[int] = []
             for draft, receipt, due_us in stretches:
                 if due_us is not None:
-                    entries += self._engine.timekeeper.entries([receipt], due_us)
+                    entries += self._engine.scheduler.entries([receipt], due_us)
                 for part in receipt.parts or (receipt,):
                     places += (draft, part.partition, part.offset, part.count)
             return [*entries, note(places)]
 
-        await self._engine.intake.submit_parts(
+        await self._engine.publisher.submit_parts(
             [(joined([piece.events for piece in stack]) if len(stack) > 1 else stack[0].events,
               stack[0].partition) for stack in stacks],
             when_taken,
             patience_s,
         )  # fmt: skip
         if any(piece.due_us is not None for piece in pieces):
-            self._engine.timekeeper.wake()
+            self._engine.scheduler.wake()
         return _receipts(drafts, stretches)
 
 
@@ -346,15 +346,15 @@ class Publisher:
 
     async def _prepare_in_order(self, draft: Draft) -> tuple[int, int, int]:
         """Prepare a draft; who publishes to the topic while a payload is put aside stays behind it."""
-        turnstile = self._aside.get(draft.topic)
-        if turnstile is None and not self._goes_aside(draft):
+        fair_gate = self._aside.get(draft.topic)
+        if fair_gate is None and not self._goes_aside(draft):
             return await self.prepare(draft)
-        turnstile = self._aside.setdefault(draft.topic, FairGate())
+        fair_gate = self._aside.setdefault(draft.topic, FairGate())
         try:
-            async with turnstile:
+            async with fair_gate:
                 return await self.prepare(draft)
         finally:
-            if not turnstile:
+            if not fair_gate:
                 del self._aside[draft.topic]
 
     def _goes_aside(self, draft: Draft) -> bool:
@@ -441,13 +441,13 @@ class Publisher:
             if draft.partition is not None:  # now: later there is nobody to be told
                 known_partition(self._engine.state, draft.topic, draft.partition)
             self._engine.state.schedule.delayed.check_room(draft.count)
-        keeper = self._engine.housekeeper
+        keeper = self._engine.maintenance
         if draft.topic in keeper.full_topics or keeper.shortage_bytes:
             self._check_retention(draft)
 
     def _check_retention(self, draft: Draft) -> None:
         """Raise RetentionFull for a write-once topic that may neither grow nor lose events."""
-        topic, keeper, settings = draft.topic, self._engine.housekeeper, self._engine.settings
+        topic, keeper, settings = draft.topic, self._engine.maintenance, self._engine.settings
         retention = keeper.retention_of(topic)
         if not retention.write_once:
             return
@@ -483,13 +483,13 @@ class Publisher:
 
     async def _delay(self, draft: Draft) -> Receipt:
         await self._engine.topics.ensure(SCHEDULED)
-        stored, due_us = self._engine.timekeeper.hold_back(draft)
+        stored, due_us = self._engine.scheduler.hold_back(draft)
         receipts: list[Receipt] = await self.submit(
-            [stored], when_taken=lambda receipts: self._engine.timekeeper.entries(receipts, due_us)
+            [stored], when_taken=lambda receipts: self._engine.scheduler.entries(receipts, due_us)
         )
-        self._engine.timekeeper.wake()
+        self._engine.scheduler.wake()
         first = receipts[0]
-        token = self._engine.timekeeper.first_token(stored, first.token)
+        token = self._engine.scheduler.first_token(stored, first.token)
         return Receipt(draft.topic, 0, -1, draft.count, token, first.duplicate, scheduled=True)
 
     async def submit(
@@ -567,7 +567,7 @@ class Publisher:
         patience_s: float = 0.0,
     ) -> list[Receipt]:
         if drafts:
-            await self._engine.brake.wait(size)
+            await self._engine.sealing_backlog.wait(size)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         submission = Submission(tenant, drafts, partitions, size, future)
         if entries:
@@ -591,8 +591,12 @@ class Publisher:
 
         None when its key is known: nothing of it happens then.
         """
-        keyring, owner, key = self._engine.keyring, transaction.tenant, transaction.key
-        if key is not None and await keyring.knows(owner, key):
+        transaction_keys, owner, key = (
+            self._engine.transaction_keys,
+            transaction.tenant,
+            transaction.key,
+        )
+        if key is not None and await transaction_keys.knows(owner, key):
             return None
         # What is to be committed is settled now: a partition may be taken away while this waits.
         cursors: list[tuple[Any, list[Entry]]] = [
@@ -606,7 +610,7 @@ class Publisher:
 
         def check() -> None:
             if key is not None:
-                keyring.check(owner, key)
+                transaction_keys.check(owner, key)
             now = self._engine.runtime.now()
             for each in transaction.acks:
                 handle = each.delivery
@@ -631,7 +635,7 @@ class Publisher:
             raise InvalidInput("an event is acked twice in one transaction; nothing happened")
         drafts, count = transaction.drafts, len(transaction.drafts)
         if key is not None:
-            drafts = [*drafts, keyring.marker(owner, key)]
+            drafts = [*drafts, transaction_keys.marker(owner, key)]
         try:
             check()
             self._admit_together(transaction.drafts, sizes)
@@ -642,7 +646,7 @@ class Publisher:
                     self._engine.admission.ingress_done(draft.tenant, draft.count, kept)
         except KeySeen:  # another one with this key was faster
             assert key is not None
-            await keyring.knows(owner, key)
+            await transaction_keys.knows(owner, key)
             return None
 
 
@@ -701,15 +705,15 @@ class TopicMaker:
             partitions=1 if is_system(topic) else self._engine.settings.topics.partitions
         )
         chosen = as_recovered(TopicPut(topic, chosen)).spec
-        turnstile = self._making.setdefault(topic, FairGate())
+        fair_gate = self._making.setdefault(topic, FairGate())
         try:
-            async with turnstile:
+            async with fair_gate:
                 if topic not in self._engine.state.topics:  # or whoever was to make it gave up
-                    await self._engine.intake.submit(
+                    await self._engine.publisher.submit(
                         [], when_taken=lambda _: self._make(topic, chosen), for_publish=spec is None
                     )
         finally:
-            if not turnstile:
+            if not fair_gate:
                 del self._making[topic]
 
     def _make(self, topic: str, spec: TopicSpec) -> list[Entry]:

@@ -587,8 +587,8 @@ LOOK_AGAIN_S = 0.05
 class BackgroundTasks:
     """The tasks that are under way, and why they do not get on.
 
-    >>> errands = BackgroundTasks()
-    >>> asyncio.run(errands.settled()), bool(errands)
+    >>> tasks = BackgroundTasks()
+    >>> asyncio.run(tasks.settled()), bool(tasks)
     (None, False)
     """
 
@@ -636,10 +636,10 @@ class FairGate:
     A lock alone would not do: between its release and the next holder's turn it looks free.
 
     >>> async def order() -> list[str]:
-    ...     turnstile, seen = FairGate(), []
+    ...     gate, seen = FairGate(), []
     ...     async def come(name: str, seconds: float) -> None:
-    ...         if seconds or turnstile:
-    ...             async with turnstile:
+    ...         if seconds or gate:
+    ...             async with gate:
     ...                 await asyncio.sleep(seconds)
     ...         seen.append(name)
     ...     await asyncio.gather(come("slow", 0.01), come("quick", 0))

@@ -131,7 +131,7 @@ class Scheduler:
         """Publish these together; when one of them cannot be published, the others without it."""
         try:
             drafts = [draft for at in offsets if (draft := await self._stored(at)) is not None]
-            await self._engine.intake.submit(drafts, entries=[Fired(offsets)])
+            await self._engine.publisher.submit(drafts, entries=[Fired(offsets)])
         except (Rejected, BusClosed, WriterFailed):
             raise
         except PenstockError as error:
@@ -222,7 +222,7 @@ class Scheduler:
                 if recurring.holds(definition)
             ]
 
-        await engine.intake.submit(drafts, when_taken=entries)
+        await engine.publisher.submit(drafts, when_taken=entries)
 
 
 def _at_once(due: list[tuple[Definition, int]]) -> list[tuple[Definition, int]]:

@@ -48,7 +48,7 @@ class AdminContext:
 
     engine: EmbeddedEngine
     settings: Settings
-    doorkeeper: Authenticator
+    authenticator: Authenticator
     obstacles: Callable[[], list[str]]
     """What keeps clients from publishing: starting and draining, a full disk, no open files."""
     ask: Answer | None = None

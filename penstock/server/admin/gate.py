@@ -81,7 +81,7 @@ class Tenancy:
     def letter_id(self, id: str) -> bool:
         """A dead letter by its id; one that does not exist is nobody's."""
         try:
-            return self.letter(self._engine.graveyard.find(id))
+            return self.letter(self._engine.dead_letter_store.find(id))
         except UnknownDeadLetter:
             return False
 

@@ -58,9 +58,9 @@ def admit(surface: AdminContext, request: Request, role: str) -> Identity:
 def _identify(surface: AdminContext, request: Request) -> Identity:
     """Who sent a request; raises NotAuthenticated."""
     here = request.client is not None and is_loopback(request.client.host)
-    if here and not surface.doorkeeper.asks:
+    if here and not surface.authenticator.asks:
         _check_direct(request.headers)
-    return surface.doorkeeper.identify(_token(request.headers), "", "", loopback=here)
+    return surface.authenticator.identify(_token(request.headers), "", "", loopback=here)
 
 
 def _token(headers: Mapping[str, str]) -> str:

@@ -205,7 +205,7 @@ def saturation(engine: EmbeddedEngine) -> dict[str, float]:
     return {
         "ingress": 0.0 if ingress is None else _ratio(engine.admission._ingress, ingress),
         "pending": pending_bytes(engine) / engine.settings.journal.pending_max_bytes,
-        "backlog": engine.brake.pressure(),
+        "backlog": engine.sealing_backlog.pressure(),
         "storage": float(disk_full(engine)),
     }
 
@@ -259,8 +259,8 @@ def troubles_of(engine: EmbeddedEngine) -> dict[str, str]:
     found: dict[str, str] = {}
     if engine.commits.failed is not None:
         found["writer"] = engine.commits.failed.message
-    if engine.housekeeper.problem is not None:
-        found["housekeeping"] = engine.housekeeper.problem
+    if engine.maintenance.problem is not None:
+        found["housekeeping"] = engine.maintenance.problem
     if disk_full(engine):
         found["disk"] = "there is no room for more events: publishes are refused, the rest goes on"
     if full := _full_topics(engine):
@@ -272,7 +272,7 @@ def troubles_of(engine: EmbeddedEngine) -> dict[str, str]:
 
 def _full_topics(engine: EmbeddedEngine) -> str:
     """Which write-once topics take no publishes, and which limit that is; empty for none."""
-    keeper = engine.housekeeper
+    keeper = engine.maintenance
     if keeper.shortage_bytes:
         return (
             f"write-once keeps {keeper.shortage_bytes} bytes over retention.max_bytes: publishes to "

@@ -245,7 +245,7 @@ class PressureMonitor:
             delivery_p99_s=quantile_s(self._delivery.added(now_s, WINDOWS_S["5m"]), 0.99),
             lag=sum(each.lag for each in groups.values()),
             oldest_s=max((each.oldest_s for each in groups.values()), default=0.0),
-            backlog_bytes=engine.brake.backlog_bytes,
+            backlog_bytes=engine.sealing_backlog.backlog_bytes,
             pending_bytes=pending_bytes(engine),
             connections=self._counters.connections,
             groups={name: groups[name] for name in shown},

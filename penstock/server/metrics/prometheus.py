@@ -208,8 +208,8 @@ class Metrics:
         self._counters = counters
         self._gauge = gauge
         self._retained = Retained(counters.labels)
-        engine.graveyard.buried = counters.dead_letter
-        engine.graveyard.revived = counters.dead_letter_replayed
+        engine.dead_letter_store.buried = counters.dead_letter
+        engine.dead_letter_store.revived = counters.dead_letter_replayed
         try:
             self._version = version("penstock")
         except PackageNotFoundError:  # run from its sources
@@ -308,8 +308,8 @@ class Metrics:
         self._retained.update(manifest.segments())
         for pair, size in self._retained.bytes.items():
             yield "penstock_retained_bytes", pair, size
-        journal, segments = engine.journal.written_bytes, engine.housekeeper.bytes_out
-        side = engine.intake.aside_bytes
+        journal, segments = engine.journal.written_bytes, engine.maintenance.bytes_out
+        side = engine.publisher.aside_bytes
         published = self._counters.published_bytes()
         written = journal + segments + side
         yield "penstock_disk_written_bytes_total", ("journal",), journal
@@ -319,7 +319,7 @@ class Metrics:
         yield "penstock_commits_total", (), engine.commits.commits
         yield "penstock_commit_seconds_total", (), engine.commits.write_s
         yield "penstock_journal_pending_bytes", (), pending_bytes(engine)
-        yield "penstock_journal_backlog_bytes", (), engine.brake.backlog_bytes
+        yield "penstock_journal_backlog_bytes", (), engine.sealing_backlog.backlog_bytes
         yield "penstock_segment_bytes", (), manifest.total_bytes
         yield "penstock_topics", (), len(engine.state.topics)
         yield "penstock_scheduled_events", (), len(engine.state.schedule.delayed)

@@ -62,7 +62,12 @@ class RouterLink:
     )  # fmt: skip
 
     def __init__(
-        self, server: ZmqServer, outbox: ZmqOutbox, identity: bytes, source: Peer, loopback: bool
+        self,
+        server: ZmqServer,
+        send_buffer: ZmqOutbox,
+        identity: bytes,
+        source: Peer,
+        loopback: bool,
     ) -> None:
         self.identity = identity
         self.source = source
@@ -74,7 +79,7 @@ class RouterLink:
         self.leaving = False
         """Its connection has ended; what it sent before is still being read."""
         self._server = server
-        self._outbox = outbox
+        self._outbox = send_buffer
         self._loop = asyncio.get_running_loop()
         self._limit_bytes = ABORT_FACTOR * server.settings.server.send_buffer_bytes
         self._largest_bytes = 0
@@ -406,8 +411,8 @@ class ZmqServer:
             self._refusals.warning(str(error), peer=source.name)
         fault = Frame(Kind.FAULT, _request(message), encode(to_fault(error)))
         if link is None:
-            outbox = ZmqOutbox(self._socket, self._pump.nudge, lambda: None, identity)
-            outbox.put(fault.multipart())
+            send_buffer = ZmqOutbox(self._socket, self._pump.nudge, lambda: None, identity)
+            send_buffer.put(fault.multipart())
         else:
             link.send(fault)
         if source.violations > MAX_VIOLATIONS:
@@ -423,9 +428,11 @@ class ZmqServer:
         for former in (self.links.get(identity), self._by_fd.get(source.fd)):
             if former is not None:  # its place is taken, so it must have gone
                 self._bury(former, "the connection ended")
-        outbox = ZmqOutbox(self._socket, self._pump.nudge, lambda: self._unroutable(link), identity)
+        send_buffer = ZmqOutbox(
+            self._socket, self._pump.nudge, lambda: self._unroutable(link), identity
+        )
         link = RouterLink(
-            self, outbox, identity, source, is_loopback(_property(part, "Peer-Address"))
+            self, send_buffer, identity, source, is_loopback(_property(part, "Peer-Address"))
         )
         self.links[identity] = link
         if source.fd >= 0:

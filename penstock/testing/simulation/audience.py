@@ -124,7 +124,7 @@ class Checks:
         started = self.oracle.now()
         while busy := await self._busy():
             if self.oracle.now() - started > REST_S:
-                problem = world.engine.housekeeper.problem
+                problem = world.engine.maintenance.problem
                 self.oracle.fail("stuck", f"after {REST_S} s: {busy}; the engine says {problem}")
             await asyncio.sleep(2.0)
         for worker in workers:
@@ -248,10 +248,10 @@ class Checks:
         files = [name for name in engine.disk.list("journal") if name.endswith(".jnl")]
         if len(files) > 3:
             self.oracle.fail(
-                "folder", f"{len(files)} journal files are left: {engine.housekeeper.problem}"
+                "folder", f"{len(files)} journal files are left: {engine.maintenance.problem}"
             )
-        if engine.housekeeper.problem:
-            self.oracle.fail("housekeeping", engine.housekeeper.problem)
+        if engine.maintenance.problem:
+            self.oracle.fail("housekeeping", engine.maintenance.problem)
         live = {info.path for info in engine.log.manifest.segments()}
         left = [
             n

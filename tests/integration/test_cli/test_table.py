@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
     with penstock.connect_sync(tmp_path / "data", **SMALL) as bus:
         for _ in range(EVENTS // 500):
             bus.publish_many("orders.made.v1.acme", [os.urandom(1_000) for _ in range(500)])
-        bus._thread.wait(bus._target.engine.housekeeper.settle())
+        bus._thread.wait(bus._target.engine.maintenance.settle())
     return tmp_path / "data"
 
 

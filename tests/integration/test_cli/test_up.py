@@ -211,7 +211,7 @@ STAND_IN = """
 import asyncio, os, sys, types
 from penstock.core.admission import Admission
 from penstock.model.errors import WriterFailed
-from penstock.server.auth import Doorkeeper
+from penstock.server.auth import Authenticator
 from penstock.server.reload import limits_of
 
 def wish(name):
@@ -221,7 +221,7 @@ class Daemon:
     def __init__(self, folder, settings):
         commits = types.SimpleNamespace(failed=None)
         self.engine = types.SimpleNamespace(admission=Admission(limits_of(settings)), commits=commits)
-        self.doorkeeper = Doorkeeper(settings.auth)
+        self.authenticator = Authenticator(settings.auth)
         self.ports = {"tcp": 7}
         self.folder = folder
 
