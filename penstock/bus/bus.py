@@ -25,8 +25,9 @@ from penstock.core.assignment import Strategy
 from penstock.core.entry import MIN_LEASE_S, GroupSpec
 from penstock.core.retry import Retry
 from penstock.engines import requests as ask
-from penstock.engines.engine import Draft, Engine, Request, Subscribe
+from penstock.engines.engine import Engine, Request, Subscribe
 from penstock.model.batch import EventBatch
+from penstock.model.draft import Draft
 from penstock.model.errors import BusClosed, InvalidInput, PenstockError, Unsupported
 from penstock.model.event import Event, Identity, Receipt
 from penstock.model.parameter import (

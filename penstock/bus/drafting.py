@@ -10,9 +10,9 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from penstock.engines.engine import Draft
 from penstock.model.arrow import batch_of_columns
 from penstock.model.codec import codecs, encode_many
+from penstock.model.draft import Draft
 from penstock.model.errors import (
     InvalidBatch,
     InvalidHeaders,

@@ -21,9 +21,10 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from penstock.engines.engine import Draft, Engine, Transaction
+from penstock.engines.engine import Engine, Transaction
 from penstock.model.batch import EventBatch
 from penstock.model.column import Headers
+from penstock.model.draft import Draft
 from penstock.model.errors import InvalidSettings, MissingExtra
 from penstock.model.event import Event, Receipt
 from penstock.model.settings import Limits

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 from penstock.bus import tracing
 from penstock.bus.drafting import PublishManyOptions, PublishOptions, key_token
 from penstock.bus.subscription import Subscription
-from penstock.engines.engine import Draft, Settle
+from penstock.engines.engine import Settle
 from penstock.engines.engine import Transaction as EngineTransaction
+from penstock.model.draft import Draft
 from penstock.model.errors import InvalidInput
 from penstock.model.event import Event, Receipt
 from penstock.model.parameter import refused

@@ -41,8 +41,9 @@ from penstock.engines.embedded.batching import draft_payload_bytes
 from penstock.engines.embedded.engine import EmbeddedEngine
 from penstock.engines.embedded.publisher import Bundle, combined, pieces_of
 from penstock.engines.embedded.schedules import SCHEDULED
-from penstock.engines.engine import Draft, Settle, Transaction
+from penstock.engines.engine import Settle, Transaction
 from penstock.model.batch import BatchHead, expanded_bytes
+from penstock.model.draft import Draft
 from penstock.model.errors import (
     ConnectionLost,
     Deferred,

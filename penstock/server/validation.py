@@ -13,10 +13,11 @@ import numpy as np
 
 from penstock.core.entry import MAX_PATTERNS
 from penstock.engines.embedded.engine import EmbeddedEngine
-from penstock.engines.engine import Draft, ReadRange, Request
+from penstock.engines.engine import ReadRange, Request
 from penstock.engines.engine import Subscribe as Wanted
 from penstock.engines.requests import ExportAudit, PutSchedule
 from penstock.model.batch import EventBatch, check_columns
+from penstock.model.draft import Draft
 from penstock.model.errors import (
     AccessDenied,
     InvalidBatch,

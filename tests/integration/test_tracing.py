@@ -24,8 +24,9 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 import penstock
 from penstock.bus import tracing
-from penstock.engines.engine import Draft, Transaction
+from penstock.engines.engine import Transaction
 from penstock.model.batch import EventBatch
+from penstock.model.draft import Draft
 from penstock.model.settings import Limits
 from penstock.testing.broker_process import BrokerProcess
 

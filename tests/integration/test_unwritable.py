@@ -17,7 +17,8 @@ from penstock import InvalidInput, PenstockError, Retry
 from penstock.core.entry import GroupSpec, TopicSpec
 from penstock.core.routes import Route
 from penstock.engines import requests as ask
-from penstock.engines.engine import Draft, Subscribe, Transaction
+from penstock.engines.engine import Subscribe, Transaction
+from penstock.model.draft import Draft
 from penstock.model.event import Identity
 
 HALF = "half \udc80"

@@ -14,8 +14,9 @@ from penstock.core.entry import GroupSpec
 from penstock.engines.broker.channel import Channel
 from penstock.engines.broker.consumer import SWEEP_LEAST, RemoteDelivery, RemoteQueue
 from penstock.engines.broker.engine import MAX_TRANSACTIONS, BrokerEngine
-from penstock.engines.engine import Draft, Subscribe, Transaction
+from penstock.engines.engine import Subscribe, Transaction
 from penstock.model.batch import EventBatch
+from penstock.model.draft import Draft
 from penstock.model.settings_loader import load
 from penstock.wire import message as say
 from penstock.wire.frame import Frame, Kind

@@ -16,13 +16,13 @@ from penstock.engines.embedded.batching import (
     draft_bytes,
     draft_sizes,
 )
-from penstock.engines.engine import Draft
 from penstock.log.event_log import EventLog
 from penstock.log.journal import BATCH, CONTROL, GROUP, Commit, read_group
 from penstock.log.manifest import Manifest
 from penstock.log.memory_disk import MemoryDisk
 from penstock.log.snapshot import Fold
 from penstock.model.batch import EventBatch, event_bytes, payload_bytes
+from penstock.model.draft import Draft
 from penstock.model.settings import Dedup, Media
 from penstock.model.token import TokenSource
 

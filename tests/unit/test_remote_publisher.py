@@ -24,7 +24,7 @@ from penstock.engines.broker.publisher import (
     described,
 )
 from penstock.engines.embedded.batching import MERGE_EVENTS
-from penstock.engines.engine import Draft
+from penstock.model.draft import Draft
 from penstock.model.event import Identity, Receipt
 from penstock.model.settings import Limits
 from penstock.model.settings_loader import load

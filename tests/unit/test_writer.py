@@ -28,9 +28,9 @@ from penstock.engines.embedded.runtime import (
     Runtime,
     UringSync,
 )
-from penstock.engines.engine import Draft
 from penstock.log.disk import RealDisk
 from penstock.log.journal import Journal, Watermark
+from penstock.model.draft import Draft
 from penstock.model.errors import WriterFailed
 
 LIMIT_S = 0.001

@@ -25,9 +25,10 @@ from penstock.engines.broker.publisher import SPREAD, RemotePublisher, bundled
 from penstock.engines.broker.tcp import MAX_FRAME_BYTES, ClientLink, TcpLink, client_tls
 from penstock.engines.credential import Credential, Token
 from penstock.engines.embedded.engine import CAPABILITIES
-from penstock.engines.engine import Draft, LogFeed, QueueFeed, Request, Subscribe, Transaction
+from penstock.engines.engine import LogFeed, QueueFeed, Request, Subscribe, Transaction
 from penstock.engines.requests import ANSWERS, READ_ONLY, AdmitReplay, DeleteGroup
 from penstock.model.batch import EventBatch
+from penstock.model.draft import Draft
 from penstock.model.errors import (
     AlreadySettled,
     BrokerUnreachable,

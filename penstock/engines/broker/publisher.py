@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from penstock.engines.broker.channel import Call, Channel
 from penstock.engines.embedded.batching import MERGE_EVENTS, draft_payload_bytes
-from penstock.engines.engine import Draft
+from penstock.model.draft import Draft
 from penstock.model.errors import InvalidInput, PenstockError, Throttled
 from penstock.model.event import Receipt
 from penstock.wire.frame import MAX_PARTS, Bytes, Kind

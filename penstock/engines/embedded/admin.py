@@ -433,7 +433,7 @@ class Administration:
         """What goes with a topic: its events, and with them the lag of the groups that read it."""
         parts = self._topic_info(topic).partitions
         groups: list[GroupEffect] = []
-        for reader in self._engine.groups.readers_of(topic):
+        for reader in self._engine.dispatcher.readers_of(topic):
             if not self._engine.state.groups[reader.name].spec.ephemeral:
                 lanes = self._group_info(reader.name).lanes
                 left = sum(lane.lag for lane in lanes if lane.topic != topic)

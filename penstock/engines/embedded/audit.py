@@ -45,10 +45,10 @@ class AuditTrail:
                 "the audit chain lacks records that it had: %d of key %s. Run `penstock audit verify`",
                 before.sequence, before.public_key[:16],
             )  # fmt: skip
-        self.position = recovered.position
-        """Everything before this journal position is in the chain."""
+        self._behind = recovered.position
+        """While the chain is behind: everything before this journal position is in it."""
         self._turn = asyncio.Lock()
-        self._errands = BackgroundTasks()
+        self._tasks = BackgroundTasks()
         self.failure: str | None = None
         """Why nothing more is chained in this life; the next one catches up."""
         self._late = [_chained(entry, ref) for ref, entry in recovered.audited]
@@ -57,12 +57,19 @@ class AuditTrail:
             self.log.append_missing(self._late)
             self._late = []
         except DiskRefused:  # no reason not to start: it is in the journal, and follows
-            self.position = self._late[0].ref
+            self._behind = self._late[0].ref
+
+    @property
+    def position(self) -> int:
+        """Everything before this journal position is in the chain; nothing is sealed past it."""
+        behind = self._late or self._tasks or self.failure is not None
+        return self._behind if behind else self._engine.committed_to
 
     def start(self) -> None:
         """Catch up with what the last life could not chain, as soon as there is room."""
         if self._late:
-            self._follow(self._late, self._engine.recovered.position)
+            late, self._late = self._late, []
+            self._follow(late, self._engine.recovered.position)
 
     def mark(self) -> AuditMark | None:
         """How far the chain reaches, where the manifest does not know it yet.
@@ -96,25 +103,24 @@ class AuditTrail:
                 entry for entry in submission.written if isinstance(entry, Audited)
             )
         ]
-        if entries:
-            self._follow(entries, end)
-        elif not self._errands and self.failure is None:
-            self.position = end
+        self._follow(entries, end)
 
     def _follow(self, entries: list[AuditEntry], end: int) -> None:
-        self._errands.add(self._engine.spawn(self._append(entries, end)))
+        if not self._tasks and self.failure is None:
+            self._behind = entries[0].ref
+        self._tasks.add(self._engine.spawn(self._append(entries, end)))
 
     async def _append(self, entries: list[AuditEntry], end: int) -> None:
         async with self._turn:
             # While it is not in the chain it must stay in the journal: nothing is sealed past it.
-            while self.failure is None and not self._errands.ending:
+            while self.failure is None and not self._tasks.ending:
                 try:
                     await self._engine.runtime.read(self.log.append_missing, entries)
-                    self._errands.full = None
-                    self.position = max(self.position, end)
+                    self._tasks.full = None
+                    self._behind = max(self._behind, end)
                     return
                 except DiskRefused as error:
-                    await self._errands.waits(error)
+                    await self._tasks.waits(error)
                 except PenstockError as error:
                     self.failure = error.message
                     raise
@@ -122,7 +128,7 @@ class AuditTrail:
     async def settled(self) -> None:
         """Return when all that is committed is in the chain; raises DiskRefused when that waits for the disk."""
         try:
-            await self._errands.settled()
+            await self._tasks.settled()
         except DiskRefused as error:
             raise type(error)(
                 f"the audit trail lacks the last actions; the journal has them, and nothing is lost: "
@@ -134,7 +140,7 @@ class AuditTrail:
         """Append what there is room for, and leave the rest to the next life."""
         with contextlib.suppress(DiskRefused):
             await self.settled()
-        await self._errands.end()  # the file is closed next: nobody may be writing to it
+        await self._tasks.end()  # the file is closed next: nobody may be writing to it
 
     def close(self) -> None:
         """Sign the end and release the files."""

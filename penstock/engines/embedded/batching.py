@@ -24,13 +24,13 @@ from typing import Any, NamedTuple, Protocol
 from penstock.core.dedup import repeats
 from penstock.core.entry import Entry, encode_checked
 from penstock.core.lease import Lease
-from penstock.engines.engine import Draft
 from penstock.log.disk import Bytes
 from penstock.log.event_log import EventLog, PartitionLog
 from penstock.log.journal import BATCH, CONTROL, GROUP, Commit, encode_group
 from penstock.log.snapshot import PARTITION_SHIFT, Fold
 from penstock.model.batch import EVENT_OVERHEAD_BYTES, EventBatch, event_bytes, payload_bytes
 from penstock.model.compressor import compressors, worth_compressing
+from penstock.model.draft import Draft
 from penstock.model.errors import InvalidInput, PenstockError
 from penstock.model.event import Receipt
 from penstock.model.settings import Media

@@ -18,7 +18,6 @@ from penstock.core.entry import Acked, Audited, Dead, DeadPurged, DeadReplayed, 
 from penstock.core.lease import Doomed, Lane
 from penstock.core.state import DeadLetter
 from penstock.engines.embedded.runtime import BackgroundTasks
-from penstock.engines.engine import Draft
 from penstock.engines.requests import (
     DeadLetterDetail,
     ListDead,
@@ -31,6 +30,7 @@ from penstock.engines.requests import (
     signed,
 )
 from penstock.model.batch import EventBatch
+from penstock.model.draft import Draft
 from penstock.model.errors import (
     AlreadyExists,
     AlreadyReplayed,

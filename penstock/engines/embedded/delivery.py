@@ -31,6 +31,8 @@ from penstock.core.delivery import (
 )
 from penstock.core.entry import Entry, GroupSpec
 from penstock.core.lease import OUT, STATES, Lane, Lease, Member, Run, check_span
+from penstock.core.routes import DIRECT
+from penstock.engines.embedded.log_groups import LogGroup
 from penstock.engines.embedded.reader import load
 from penstock.engines.embedded.runtime import Runtime
 from penstock.log.event_log import EventLog, InMemory
@@ -404,6 +406,9 @@ class FileReads:
 # -- dispatcher -----------------------------------------------------------------------------------
 
 
+MAX_TOPICS_WITH_READERS = 100_000  # a bound on the cache, not on topics
+
+
 class Dispatcher:
     """All queue groups of one engine."""
 
@@ -417,8 +422,11 @@ class Dispatcher:
         hurry: Callable[[], None],
         mention: Callable[[], None],
         bury: Callable[[QueueGroup], None],
+        find_readers: Callable[[str], list[QueueGroup | LogGroup]],
     ) -> None:
         self.groups: dict[str, QueueGroup] = {}
+        self.readers: dict[str, list[QueueGroup | LogGroup]] = {}
+        """The groups that read a topic, for topics that were asked for."""
         self.failures = [0] * len(STATES)
         """Of all groups, those that are gone included."""
         self.windows = TenantCredit(limits, self.touched)
@@ -430,6 +438,7 @@ class Dispatcher:
         self._hurry = hurry
         self._mention = mention
         self._bury = bury
+        self._find_readers = find_readers
         self._inboxes: dict[tuple[str, str], Inbox] = {}
         self._new_leases: list[Lease] = []
         self._news: dict[str, QueueGroup] = {}
@@ -452,6 +461,27 @@ class Dispatcher:
         group.failures = self.failures
         group.mark = partial(self._handovers.mark, name)
         return group
+
+    def readers_of(self, topic: str) -> list[QueueGroup | LogGroup]:
+        """The groups that read a topic."""
+        readers = self.readers.get(topic)
+        if readers is None:
+            if len(self.readers) > MAX_TOPICS_WITH_READERS:
+                self.readers.clear()
+            readers = self.readers[topic] = self._find_readers(topic)
+        return readers
+
+    def direct_readers(self, topic: str) -> list[QueueGroup]:
+        """Direct consumers that read a topic."""
+        return [
+            group
+            for group in self.readers_of(topic)
+            if group.name.startswith(DIRECT) and isinstance(group, QueueGroup)
+        ]
+
+    def forget_readers(self, topic: str) -> None:
+        """Look again who reads a topic."""
+        self.readers.pop(topic, None)
 
     def forget_handed(self, group: QueueGroup, only: tuple[str, int] | None = None) -> None:
         """A group is somewhere else: what consumers were handed before does not count there."""

@@ -23,7 +23,7 @@ import msgspec
 
 from penstock.core.admission import Admission, AdmissionLimits
 from penstock.core.delivery import QueueGroup
-from penstock.core.entry import TopicGone, check_name
+from penstock.core.entry import Audited, TopicGone, check_name
 from penstock.core.routes import RouteCatalogue
 from penstock.core.state import DeadLetterEntry
 from penstock.engines.embedded.admin import Administration
@@ -40,13 +40,14 @@ from penstock.engines.embedded.publisher import Publisher, TopicMaker, Transacti
 from penstock.engines.embedded.reader import event_at, stored_batches
 from penstock.engines.embedded.runtime import Runtime
 from penstock.engines.embedded.schedules import Scheduler
-from penstock.engines.engine import Draft, LogFeed, QueueFeed, Request, Subscribe, Transaction
+from penstock.engines.engine import LogFeed, QueueFeed, Request, Subscribe, Transaction
 from penstock.engines.requests import known_partition
 from penstock.log.disk import Disk, Lock, no_folder, read_file, refused, unusable, write_file
 from penstock.log.handovers import Handovers
 from penstock.log.journal import Journal
 from penstock.log.recovery import Recovered, open_for_writing, refuse_foreign
 from penstock.model.batch import EventBatch
+from penstock.model.draft import Draft
 from penstock.model.errors import BusClosed, DiskRefused, PenstockError, Rejected
 from penstock.model.event import Event, Receipt
 from penstock.model.settings import Settings
@@ -152,6 +153,7 @@ class EmbeddedEngine:
             hurry=self._hurry,
             mention=self._mention,
             bury=self.dead_letter_store.bury,
+            find_readers=lambda topic: self.groups.find_readers(topic),  # noqa: PLW0108 - made below
         )
         self.admission.on_reload = self.dispatcher.limit
         self.commits = CommitLoop(
@@ -251,7 +253,7 @@ class EmbeddedEngine:
         for batch, _, _, _ in placed:
             if batch.priority is not None:
                 continue
-            for reader in self.groups.readers_of(batch.topic):
+            for reader in self.dispatcher.readers_of(batch.topic):
                 if isinstance(reader, QueueGroup) and reader.blind:
                     place = (batch.topic, batch.partition)
                     self.dispatcher.arrived(reader, place, batch.end_offset, False)
@@ -271,7 +273,7 @@ class EmbeddedEngine:
                 self.log.remember(batch, log)
             self.stored.committed(batch, base)
             place = (batch.topic, batch.partition)
-            for reader in self.groups.readers_of(batch.topic):
+            for reader in self.dispatcher.readers_of(batch.topic):
                 touched[id(reader)] = reader
                 if not isinstance(reader, LogGroup):
                     self.dispatcher.arrived(reader, place, log.end, batch.priority is not None)
@@ -284,11 +286,16 @@ class EmbeddedEngine:
         if taken.commit.roll is not None:
             self.sealing_backlog.backlog_bytes += self.settings.journal.file_bytes
             self.maintenance.wake()
+        actions = False
         for submission in taken.submissions:
             for entry in submission.written:
                 if isinstance(entry, DeadLetterEntry):
                     self.state.apply(entry)
-        self.audit.committed(taken.submissions, taken.commit.end)
+                elif isinstance(entry, Audited):
+                    actions = True
+        if actions:
+            self.audit.committed(taken.submissions, taken.commit.end)
+        self.committed_to = taken.commit.end
         if self.on_commit is not None:
             self.on_commit([placed.batch for placed in taken.placed])
 

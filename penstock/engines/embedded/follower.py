@@ -16,12 +16,13 @@ from penstock.engines.embedded.dead_letters import detail_of, newest_letters
 from penstock.engines.embedded.log_groups import LogGroup
 from penstock.engines.embedded.reader import event_at, stored_batches
 from penstock.engines.embedded.runtime import Runtime
-from penstock.engines.engine import Draft, LogFeed, QueueFeed, Request, Subscribe, Transaction
+from penstock.engines.engine import LogFeed, QueueFeed, Request, Subscribe, Transaction
 from penstock.engines.requests import DeadLetterDetail, known_partition, recorded_group, topic_info
 from penstock.log.audit_reader import AuditReader
 from penstock.log.disk import Disk, no_folder, read_file, unusable
 from penstock.log.recovery import Recovery, check_folder, open_for_reading
 from penstock.model.batch import EventBatch
+from penstock.model.draft import Draft
 from penstock.model.errors import UnknownDeadLetter, UnknownGroup, Unsupported
 from penstock.model.event import Event, Receipt
 from penstock.model.settings import Settings

@@ -44,7 +44,6 @@ class Groups:
         self._engine = engine
         self._tree: RouteTree[str] = RouteTree()
         self._topics = TopicTree()
-        self._readers: dict[str, list[QueueGroup | LogGroup]] = {}
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -220,16 +219,22 @@ class Groups:
             if self._routed(name, topic) and not any(matches(pattern, topic) for pattern in own)
         )
 
-    def waiting_directly(self, topic: str, tenant: str) -> Waiting | None:
-        """How much waits for direct consumers when a tenant publishes to a topic (row T11)."""
-        found: Waiting | None = None
-        for group in self.readers_of(topic):
-            if not group.name.startswith(DIRECT) or isinstance(group, LogGroup):
-                continue
-            lanes = map(group.lanes.get, self._engine.topics.places(topic))
-            own = sum(lane.unread for lane in lanes if lane is not None)
-            found = max(found or Waiting(0, 0), Waiting(own, group.unread))
-        if found is not None and self._engine.admission.max_queued(tenant) is not None:
+    def find_readers(self, topic: str) -> list[QueueGroup | LogGroup]:
+        """The groups that read a topic, found by patterns and routes."""
+        found = (
+            (self.logs.get(n) or self._engine.dispatcher.groups.get(n))
+            for n in self.names_for(topic)
+        )
+        return [group for group in found if group is not None]
+
+    def waiting(self, direct: Iterable[QueueGroup], topic: str, tenant: str) -> Waiting:
+        """How much waits for direct consumers when a tenant publishes to a topic they read."""
+        found = Waiting(0, 0)
+        places = list(self._engine.topics.places(topic))
+        for group in direct:
+            own = sum(lane.unread for lane in map(group.lanes.get, places) if lane is not None)
+            found = max(found, Waiting(own, group.unread))
+        if self._engine.admission.max_queued(tenant) is not None:
             return found._replace(of_tenant=self.queued(tenant, topic))
         return found
 
@@ -251,7 +256,7 @@ class Groups:
         engine = self._engine
         found = dict.fromkeys(self.selected(engine.state.groups[name].spec.patterns))
         for topic in self.selected(engine.routes.leading_to(name)):
-            if topic not in found and name in self._names_for(topic):
+            if topic not in found and name in self.names_for(topic):
                 found[topic] = None
         return list(found)
 
@@ -263,11 +268,12 @@ class Groups:
 
     def _forget_readers(self, name: str) -> None:
         """Look again who reads the topics that a group may read, or may have read."""
-        if self._readers:
+        if self._engine.dispatcher.readers:
             for topic in self._read_by(name):
-                self._readers.pop(topic, None)
+                self._engine.dispatcher.forget_readers(topic)
 
-    def _names_for(self, topic: str) -> list[str]:
+    def names_for(self, topic: str) -> list[str]:
+        """Names of the groups that read a topic, by a pattern or by a route."""
         names = self._tree.match(topic)
         if not is_system(topic):
             for route in self._engine.routes.resolve(topic, tenant_of(topic)):
@@ -278,9 +284,9 @@ class Groups:
     def topic_made(self, topic: str, first: int, count: int) -> list[Entry]:
         """Partitions `first` to `count` of a topic are new: groups that match read them from the start."""
         self._topics.add(topic)
-        self._readers.pop(topic, None)
+        self._engine.dispatcher.forget_readers(topic)
         entries: list[Entry] = []
-        for name in self._names_for(topic):
+        for name in self.names_for(topic):
             for partition in range(first, count):
                 floor = self._engine.log.partition(topic, partition).floor
                 entries.append(self._open_lane(name, (topic, partition), floor))
@@ -290,7 +296,7 @@ class Groups:
     def topic_gone(self, topic: str) -> None:
         """Nobody reads a deleted topic."""
         self._topics.remove(topic)
-        self._readers.pop(topic, None)
+        self._engine.dispatcher.forget_readers(topic)
         places = list(self._engine.topics.places(topic))
         for group in self.logs.values():
             read = [place for place in places if place in group.state.cursors]
@@ -363,31 +369,14 @@ class Groups:
         if route is not None and route.enabled and route.group not in self._engine.state.groups:
             entries += self._create(route.group, GroupSpec(patterns=(), start="latest"))
         for topic in self.selected([pattern]):
-            self._readers.pop(topic, None)
-            for name in self._names_for(topic):
+            self._engine.dispatcher.forget_readers(topic)
+            for name in self.names_for(topic):
                 if opened := self._open_lanes(name, topic, "latest"):
                     entries += opened
                     changed.add(name)
         for name in sorted(changed):
             self._lanes_changed(name)
         return entries
-
-    # -- every commit --------------------------------------------------------------------------
-
-    def readers_of(self, topic: str) -> list[QueueGroup | LogGroup]:
-        """The groups that read a topic."""
-        readers = self._readers.get(topic)
-        if readers is None:
-            machines = self._engine.dispatcher.groups
-            readers = []
-            for name in self._names_for(topic):
-                found = self.logs.get(name) or machines.get(name)
-                if found is not None:
-                    readers.append(found)
-            if len(self._readers) > 100_000:  # a bound on the cache, not on topics
-                self._readers.clear()
-            self._readers[topic] = readers
-        return readers
 
     # -- reset ---------------------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ class LostEvents:
             now_first = engine.log.bounds(*place)[0]
             if place[0] not in engine.state.topics:
                 continue
-            for reader in engine.groups.readers_of(place[0]):
+            for reader in engine.dispatcher.readers_of(place[0]):
                 lost = _taken(engine, reader.name, place, first, now_first)
                 if lost:
                     known = self.lost.setdefault(reader.name, {})

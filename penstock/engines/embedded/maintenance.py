@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -459,9 +460,12 @@ class SealingBacklog:
         """Closed journal files that are not sealed yet."""
         self._runtime = runtime
         self._limit = _limit_of(settings)
+        self.free_bytes = math.inf if self._limit is None else FREE_SHARE * self._limit
+        """What a burst may use before publishers are slowed down."""
         self._bytes_per_s = float(SLOWEST_BYTES_PER_S)
         self._paced_to = 0.0
-        self._way_in = FairGate()
+        self.waiting = FairGate()
+        """Publishers that are slowed down, in their order."""
 
     def sealed(self, size: int, seconds: float) -> None:
         """A job is done: the backlog shrinks, and the sealer's speed is known better."""
@@ -476,10 +480,8 @@ class SealingBacklog:
         return max(0.0, (self.backlog_bytes / self._limit - FREE_SHARE) / (1 - FREE_SHARE))
 
     async def wait(self, size: int) -> None:
-        """Pay for publishing `size` bytes; free when sealing keeps up."""
-        if not self.pressure() and not self._way_in:
-            return
-        async with self._way_in:
+        """Wait as long as publishing `size` bytes costs; for publishers that found sealing behind."""
+        async with self.waiting:
             now = self._runtime.now()
             self._paced_to = max(self._paced_to, now) + self.pressure() * size / self._bytes_per_s
             if self._paced_to - now > LEAST_WAIT_S:

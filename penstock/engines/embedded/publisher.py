@@ -39,10 +39,11 @@ from penstock.engines.embedded.batching import (
 )
 from penstock.engines.embedded.runtime import FairGate
 from penstock.engines.embedded.schedules import SCHEDULED, Scheduler
-from penstock.engines.engine import Draft, Transaction
+from penstock.engines.engine import Transaction
 from penstock.engines.requests import known_partition
 from penstock.log.disk import refused
 from penstock.log.side_files import put_aside
+from penstock.model.draft import Draft
 from penstock.model.errors import (
     BusClosed,
     DiskRefused,
@@ -434,7 +435,8 @@ class Publisher:
     def _waiting(self, draft: Draft) -> Waiting | None:
         if draft.deliver_at_us is not None:  # what comes later waits for nobody now
             return None
-        return self._engine.groups.waiting_directly(draft.topic, draft.tenant)
+        direct = self._engine.dispatcher.direct_readers(draft.topic)
+        return self._engine.groups.waiting(direct, draft.topic, draft.tenant) if direct else None
 
     def _check_room(self, draft: Draft) -> None:
         if draft.deliver_at_us is not None:
@@ -566,8 +568,9 @@ class Publisher:
         for_publish: bool = False,
         patience_s: float = 0.0,
     ) -> list[Receipt]:
-        if drafts:
-            await self._engine.sealing_backlog.wait(size)
+        backlog = self._engine.sealing_backlog
+        if drafts and (backlog.backlog_bytes > backlog.free_bytes or backlog.waiting):
+            await backlog.wait(size)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         submission = Submission(tenant, drafts, partitions, size, future)
         if entries:
@@ -690,7 +693,7 @@ class TopicMaker:
             return
         absent = topic not in self._engine.state.topics
         if absent and spec is None and is_inbox(topic):
-            if not self._engine.groups.readers_of(topic):
+            if not self._engine.dispatcher.readers_of(topic):
                 raise UnknownTopic(
                     f"nothing listens at {topic!r} any more: the requester has gone. Drop the reply",
                     topic=topic,

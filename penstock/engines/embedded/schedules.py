@@ -11,8 +11,8 @@ import msgspec
 
 from penstock.core.entry import Delayed, Entry, Fired, RecurringPut
 from penstock.core.schedule import Definition
-from penstock.engines.engine import Draft
 from penstock.model.column import Headers
+from penstock.model.draft import Draft
 from penstock.model.errors import BusClosed, OffsetExpired, PenstockError, Rejected, WriterFailed
 from penstock.model.event import Event, Receipt
 from penstock.model.token import TOKEN_BYTES, parse_token

@@ -17,7 +17,8 @@ from penstock.core.lease import Run
 from penstock.core.retry import Retry
 from penstock.engines import requests as ask
 from penstock.engines.embedded.engine import EmbeddedEngine
-from penstock.engines.engine import Draft, Request, Subscribe
+from penstock.engines.engine import Request, Subscribe
+from penstock.model.draft import Draft
 from penstock.testing.model.found import Found
 from penstock.testing.model.harness import runs_on
 from penstock.testing.model.run import run

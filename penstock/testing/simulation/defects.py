@@ -72,7 +72,7 @@ def _audit_gives_up(original: Any) -> Any:
             self.log.append_missing(entries)
         except PenstockError:
             self.failure = None
-        self.position = max(self.position, end)
+        self._behind = max(self._behind, end)
 
     return append
 

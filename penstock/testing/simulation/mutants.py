@@ -90,7 +90,7 @@ def _half_transaction(original: Any) -> Any:
 
 def _skip_audit(original: Any) -> Any:
     def committed(self: AuditTrail, submissions: Sequence[Any], end: int) -> None:
-        self.position = end  # so that sealing takes the journal away, and with it the last copy
+        """Sealing takes the journal away, and with it the last copy."""
 
     return committed
 
