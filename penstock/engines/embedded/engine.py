@@ -135,6 +135,8 @@ class EmbeddedEngine:
         segments = self.log.manifest.segments()
         self.stored = StoredBytes(self.admission, found.unsealed, segments)
         entropy = self.runtime.entropy(32)
+        self.committed_to = found.position
+        """The journal is durable up to here."""
         self.audit = await self.runtime.read(AuditTrail, self, entropy)
         if self.disk.exists(ROUTES):
             self.routes = RouteCatalogue.decode(
