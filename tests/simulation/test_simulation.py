@@ -18,6 +18,7 @@ from penstock.testing.simulation.report import hunt
 
 # Seeds that found something once, with what it was. They run whole.
 REGRESSIONS = {
+    11: "a group that looks ahead stopped when a journal file was sealed and removed meanwhile",
     101: "a machine waiting for keys of a topic that was deleted meanwhile stopped dispatching",
     124: "an event that a group filters out became its dead letter after crashes",
     278: "a transaction happened without the cursor of a partition that was taken away",

@@ -754,8 +754,10 @@ class Dispatcher:
         offset, stop = run.start, run.start + run.count
         while offset < stop:
             try:
-                sources = self._log.plan(run.lane.topic, run.lane.partition, offset, stop - offset)
-                batches = await self._runtime.read(self._log.load, sources, offset, stop - offset)
+                lane = run.lane
+                batches = await load(
+                    self._log, self._runtime, lane.topic, lane.partition, offset, stop - offset
+                )
             except OffsetExpired as error:  # retention overtook the group: `FileReads` will see
                 gone = min(stop, max(error.first_offset, offset + 1)) - offset
                 keys += [None] * gone

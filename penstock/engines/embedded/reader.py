@@ -16,6 +16,9 @@ from penstock.model.event import Event
 READ_EVENTS = 65_536
 # A caller that waited less than this for the next batches is slower than the disk.
 CALLER_WAITS_S = 0.002
+# How often events may move to other files while one read looks for them: a folder that is over its
+# bound drops replaced files at once.
+MOST_MOVES = 8
 
 
 async def load(
@@ -30,15 +33,16 @@ async def load(
     sources = log.plan(topic, partition, offset, limit)
     if all(isinstance(source, InMemory) for source in sources):
         return log.load(sources, offset, limit)
-    try:
-        return await runtime.read(log.load, sources, offset, limit)
-    except (Corrupted, FileNotFoundError):
-        # A file that was sealed and reclaimed since the plan was made is not damage.
-        log.refresh()
-        again = log.plan(topic, partition, offset, limit)
-        if again == sources:
-            raise
-        return await runtime.read(log.load, again, offset, limit)
+    for _ in range(MOST_MOVES):
+        try:
+            return await runtime.read(log.load, sources, offset, limit)
+        except (Corrupted, FileNotFoundError):
+            # A file that was sealed and reclaimed since the plan was made is not damage.
+            log.refresh()
+            before, sources = sources, log.plan(topic, partition, offset, limit)
+            if sources == before:
+                raise
+    return await runtime.read(log.load, sources, offset, limit)
 
 
 async def stored_batches(
