@@ -216,10 +216,12 @@ def no_folder(error: OSError) -> StorageError:
     """What the caller hears whose folder is not there or cannot be made: another place must be named."""
     if error.errno not in NO_PLACE:
         return unusable(error)
+    remedy = f"{ADVICE[error.errno]}, or name" if error.errno in ADVICE else "Name"
     return NotADataFolder(
-        f"the folder cannot be opened: {error.strerror}: {error.filename!r}. Name a folder that this "
-        "user may read and write, or one that can be made",
+        f"the folder cannot be opened: {error.strerror}: {error.filename!r}. {remedy} a folder that "
+        "this user may read and write, or one that can be made",
         path=str(error.filename),
+        errno=error.errno,
     )
 
 

@@ -18,8 +18,10 @@ CAPABILITIES: dict[str, str] = {
     "transactions": "Publishes to several topics, acks and commits happen together or not at all.",
     "delayed": "An event can be published now and delivered at a later time.",
     "schedules": "An event can be published again and again, by cron expression or interval.",
-    "ttl": "An event can expire: after its time it is not delivered any more.",
-    "priority": "Waiting events of higher priority are delivered first.",
+    "ttl": "An event can expire: after its time a queue group gets it as a dead letter and no more. "
+    "Logs and replays still have it.",
+    "priority": 'Waiting events of higher priority are delivered first, but for `order="key"` and '
+    "log subscriptions.",
     "key-order": "Events of one key are delivered one at a time and in order.",
     "single-active": "One member of a group receives everything; another takes over when it leaves.",
     "filters": "A group can receive only the events whose headers match.",

@@ -183,7 +183,7 @@ async def test_it_goes_on_after_the_broker_was_killed(broker: BrokerProcess) -> 
                 deliver, payloads = await till.get()
                 found |= dict.fromkeys(payloads, deliver.attempt)
                 await till.ack(deliver, len(payloads))
-            assert found == {b"two": 2, b"three": 1}
+            assert found == {b"two": 1, b"three": 1}, "nothing was said to be handed out"
             assert await lag(bus) == 0
         assert till.welcome.session == session
 
@@ -209,7 +209,7 @@ async def test_it_keeps_what_it_holds_when_the_broker_was_killed(
         broker.start(**FLAGS)
         again, payloads = await till.get()
         assert payloads == [b"lost"], "a delivery that was not named"
-        assert again.attempt == 2
+        assert again.attempt == 1, "it was not said to be handed out"
         assert again.delivery > got[b"kept"].delivery
         assert (till.welcome.resumed, till.welcome.lost) == (False, [])
         assert till.welcome.adopted == {got[b"kept"].delivery: [0]}
@@ -282,7 +282,7 @@ async def test_a_client_that_was_restarted_with_its_broker(broker: BrokerProcess
     broker.start(**FLAGS)
     async with Till(broker) as till:
         deliver, payloads = await till.get()
-        assert (deliver.attempt, payloads) == (2, [b"one"])
+        assert (deliver.attempt, payloads) == (1, [b"one"])
 
 
 async def test_a_feed_that_was_stopped_stays_so_in_its_session(broker: BrokerProcess) -> None:

@@ -109,7 +109,10 @@ async def test_load_balancers_are_told_while_a_handler_holds_the_drain(tmp_path:
                 assert await asked(broker, "/ready") == (200, b'{"ready":true}')
                 stopping = asyncio.create_task(asyncio.to_thread(broker.stop))
                 await draining(bus)
-                assert await asked(broker, "/ready") == (503, b'{"ready":false}')
+                assert await asked(broker, "/ready") == (
+                    503,
+                    b'{"ready":false,"reasons":["draining"]}',
+                )
                 assert (await asked(broker, "/health"))[0] == 200
                 assert not stopping.done()
                 await event.ack()

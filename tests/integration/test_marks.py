@@ -93,7 +93,8 @@ class Foreigner:
             found = wire().decode(MESSAGES[frame.kind], frame.meta)
             return json.loads(found["json"]) if "json" in found else found
         found = json.loads(frame.meta)
-        for event in found.get("events", ()) if isinstance(found, dict) else ():
+        events = found.get("events") if isinstance(found, dict) else None
+        for event in events if isinstance(events, list) else ():
             event["payload"] = base64.b64decode(event["payload"])
         return found
 

@@ -75,7 +75,7 @@ class Stub:
     def received(self, frame: Frame) -> None:
         self.links[-1].send(Frame(Kind.WELCOME, 0, encode(Welcome("s", "b"))))
 
-    def lost(self, reason: str) -> None:
+    def lost(self, reason: str, *, closed: bool = False) -> None:
         self.reasons.append(reason)
 
     def failed(self, error: Exception) -> None:

@@ -60,7 +60,7 @@ class Recorder:
         elif frame.kind == Kind.PUBLISH and self.echo:
             self.link.send(Frame(Kind.RESULT, frame.request, b"", frame.parts))
 
-    def lost(self, reason: str) -> None:
+    def lost(self, reason: str, *, closed: bool = False) -> None:
         self.reasons.append(reason)
 
 

@@ -65,7 +65,7 @@ class EchoConnection:
         elif frame.kind != Kind.SETTLE:
             self.link.send(Frame(Kind.RESULT, frame.request, frame.meta, frame.parts))
 
-    def lost(self, reason: str) -> None:
+    def lost(self, reason: str, *, closed: bool = False) -> None:
         self.lost_because.append(reason)
 
 

@@ -66,7 +66,7 @@ class Log:
         self.end += 1
         first = self.manifest.next_id
         job = Job(first_id=first, settings=options, journal=[JournalInput(0, self.end)])
-        return self._apply(rewrite.run(self.disk, job, lambda *_: iter(batches)))
+        return self._apply(rewrite.run(self.disk, job, lambda *_: rewrite.packed(batches)))
 
     def merge(self, *numbers: int, options: Sealing = OWN) -> list[int]:
         chosen = [info for info in self.manifest.segments() if info.id in numbers]

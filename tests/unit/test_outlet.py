@@ -59,6 +59,7 @@ class Client:
         return SimpleNamespace(
             touched=self.pumped.append,
             take_back=lambda inbox, kept: self.taken.append((inbox, list(kept))),
+            back=lambda inbox: None,
         )
 
     def next_delivery(self) -> int:
