@@ -15,18 +15,13 @@ import pytest
 
 import penstock
 from penstock.engines.embedded import runtime
-from penstock.engines.embedded import runtime as aio_sync
-from penstock.engines.embedded import runtime as uring_sync
-from penstock.engines.embedded import runtime as writer
 from penstock.engines.embedded.runtime import (
     AT_ONCE,
     SLOW_WRITES,
     STALLED_WRITES,
-    AioSync,
     Haste,
     KernelSync,
     Runtime,
-    UringSync,
 )
 from penstock.log.disk import RealDisk
 from penstock.log.journal import Journal, Watermark
@@ -36,23 +31,6 @@ from penstock.model.errors import WriterFailed
 LIMIT_S = 0.001
 PATIENCE_S = 0.1  # a busy machine holds up everybody for longer than a disk does
 THREAD = "penstock-writer"
-KINDS = (UringSync, AioSync)
-
-
-def _allowed(kind: type[KernelSync]) -> bool:
-    async def attempt() -> None:
-        kind(asyncio.get_running_loop()).close()
-
-    try:
-        asyncio.run(attempt())
-    except OSError:
-        return False
-    return True
-
-
-needs_uring = pytest.mark.skipif(
-    not _allowed(UringSync), reason="this system forbids io_uring, as containers often do"
-)
 
 
 def test_one_slow_write_takes_the_thread_for_some_and_a_stall_for_many() -> None:
@@ -92,7 +70,7 @@ class Writers:
 
         monkeypatch.setattr(Journal, "write", noted)
         monkeypatch.setattr(Runtime, "sync", counted)
-        monkeypatch.setattr(writer, "HELD_UP_S", PATIENCE_S)
+        monkeypatch.setattr(runtime, "HELD_UP_S", PATIENCE_S)
 
     async def publish(self, bus: penstock.Bus, times: int, size: int = 10) -> set[str]:
         self.names.clear()
@@ -156,7 +134,7 @@ async def test_nothing_is_answered_before_it_is_synced(
         asked.set()
         await gate.wait()
 
-    monkeypatch.setattr(writer, "HELD_UP_S", PATIENCE_S)
+    monkeypatch.setattr(runtime, "HELD_UP_S", PATIENCE_S)
     async with penstock.connect(tmp_path, durability__quick_sync_us=0) as bus:
         for _ in range(SLOW_WRITES):
             await bus.publish("t", b"")
@@ -176,7 +154,7 @@ class Kernel:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: asyncio.Queue[asyncio.Future[None]] = asyncio.Queue()
-        monkeypatch.setattr(writer, "HELD_UP_S", PATIENCE_S)
+        monkeypatch.setattr(runtime, "HELD_UP_S", PATIENCE_S)
         monkeypatch.setattr(KernelSync, "sync", self._sync)
 
     def _sync(self, descriptor: int) -> asyncio.Future[None]:
@@ -215,7 +193,7 @@ async def test_the_kernel_says_that_a_sync_failed_and_nobody_else_misses_theirs(
     tmp_path: Path,
 ) -> None:
     loop = asyncio.get_running_loop()
-    kernel = AioSync(loop)
+    kernel = KernelSync(loop)
     futures = {number: loop.create_future() for number in (101, 102, 103)}
     kernel._waiting.update(futures)
     futures[101].cancel()
@@ -236,7 +214,7 @@ async def test_a_sync_the_kernel_reports_as_failed_ends_writing(
         tell(kernel, [(number, -errno.EIO) for number, _ in completions])
 
     tell = KernelSync._tell
-    monkeypatch.setattr(writer, "HELD_UP_S", PATIENCE_S)
+    monkeypatch.setattr(runtime, "HELD_UP_S", PATIENCE_S)
     async with penstock.connect(tmp_path, durability__quick_sync_us=0) as bus:
         for _ in range(SLOW_WRITES):
             await bus.publish("t", b"")
@@ -287,7 +265,7 @@ async def test_a_sync_that_fails_is_the_end_of_writing(
     async def broken(runtime: Runtime, descriptor: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(writer, "HELD_UP_S", PATIENCE_S)
+    monkeypatch.setattr(runtime, "HELD_UP_S", PATIENCE_S)
     async with penstock.connect(tmp_path, durability__quick_sync_us=0) as bus:
         for _ in range(SLOW_WRITES):
             await bus.publish("t", b"")
@@ -324,14 +302,12 @@ async def test_a_system_without_syncs_of_its_own_uses_a_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writers: Writers, lacks: str
 ) -> None:
     if lacks == "calls":
-        monkeypatch.setattr(aio_sync, "CALLS", {})
-        monkeypatch.setattr(uring_sync, "MACHINES", ())
+        monkeypatch.setattr(runtime, "CALLS", {})
     else:
         monkeypatch.setattr(type(asyncio.get_running_loop()), "add_reader", _no_such_call)
     before = len(os.listdir("/proc/self/fd"))
-    for kind in KINDS:
-        with pytest.raises((OSError, NotImplementedError)):
-            kind(asyncio.get_running_loop())
+    with pytest.raises((OSError, NotImplementedError)):
+        KernelSync(asyncio.get_running_loop())
     assert len(os.listdir("/proc/self/fd")) == before
     async with penstock.connect(tmp_path, durability__quick_sync_us=0) as bus:
         await writers.publish(bus, SLOW_WRITES + 1)
@@ -346,12 +322,9 @@ async def test_intervals_are_the_threads(tmp_path: Path, writers: Writers) -> No
         assert await writers.publish(bus, 3 * SLOW_WRITES) == {THREAD}
 
 
-@pytest.mark.parametrize("kind", [pytest.param(UringSync, marks=needs_uring), AioSync])
-async def test_several_files_at_once_and_one_that_is_none(
-    tmp_path: Path, kind: type[KernelSync]
-) -> None:
+async def test_several_files_at_once_and_one_that_is_none(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    kernel = kind(asyncio.get_running_loop())
+    kernel = KernelSync(asyncio.get_running_loop())
     descriptors = [os.open(tmp_path / str(n), os.O_CREAT | os.O_RDWR) for n in range(AT_ONCE)]
     try:
         for descriptor in descriptors:
@@ -375,37 +348,16 @@ async def test_several_files_at_once_and_one_that_is_none(
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-async def test_a_system_that_forbids_one_way_is_asked_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writers: Writers
-) -> None:
-    def forbidden(kernel: UringSync) -> None:
-        raise OSError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(UringSync, "_open", forbidden)
-    async with penstock.connect(tmp_path, durability__quick_sync_us=0) as bus:
-        await writers.publish(bus, SLOW_WRITES + 3)
-        assert writers.beside == 3
-        assert isinstance(bus.engine.runtime._kernel, AioSync)
-
-
-@needs_uring
-async def test_the_ring_is_the_first_choice() -> None:
-    kernel = runtime._open_kernel(asyncio.get_running_loop())
-    assert isinstance(kernel, UringSync)
-    kernel.close()
-
-
-@needs_uring
-async def test_a_request_the_ring_does_not_take_leaves_it_as_it_was(
+async def test_a_request_the_system_does_not_take_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def busy(kernel: UringSync, number: int, *arguments: Any) -> int:
+    def busy(kernel: KernelSync, number: int, *arguments: Any) -> int:
         raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 
-    kernel = UringSync(asyncio.get_running_loop())
+    kernel = KernelSync(asyncio.get_running_loop())
     with (tmp_path / "file").open("wb") as file:
         with monkeypatch.context() as patch:
-            patch.setattr(UringSync, "_call", busy)
+            patch.setattr(KernelSync, "_call", busy)
             with pytest.raises(OSError, match="temporarily"):
                 kernel.sync(file.fileno())
         await asyncio.wait_for(kernel.sync(file.fileno()), 10)

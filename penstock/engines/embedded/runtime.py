@@ -1,50 +1,26 @@
-"""KernelSync: fdatasync beside the loop, without a thread of this process.
+"""What an engine needs of the world beside a disk: time, threads, randomness, and how commits are synced.
 
-A thread that syncs needs the interpreter before and after, which a busy loop keeps for itself. The
-kernel needs nobody: the loop submits a sync and hears of its end as it hears of bytes on a socket.
-How a system is asked is a subclass's: penstock.engines.embedded.runtime, penstock.engines.embedded.runtime.
-
-AioSync: syncs by Linux's first asynchronous I/O, which containers allow that forbid io_uring.
-
-The kernel's worker runs on the processor that asked, when it is free: a loop that goes on working
-holds its own syncs up. io_uring does better where there is one.
-
-UringSync: syncs by io_uring, whose workers run on any processor.
-
-Requests and completions lie in two rings that the kernel shares with the process. Only the calls
-that submit touch the first, and the eventfd says when to look at the second: no other barrier is
-needed between the two sides.
-
-Runtime: time, threads and randomness, handed to an engine from outside.
-
-Production uses the system's; the simulator brings its own, and the same engine code runs under it.
-
-Writer: has commits on the disk, by whoever gets them there first without holding up the loop.
-
-Large commits, and those that begin a file, are a thread's. Small ones are written here and synced by
-the kernel meanwhile; where a program allows it, and while the disk is quick, they are synced here.
-
-Errands: tasks behind the commits that others may wait for, but not while these wait for room.
-
-Turnstile: whoever has to wait goes on in the order they came, one at a time.
+`Runtime` has the system's clock, threads and random bytes; the simulator brings its own, and the same
+engine code runs under it. `Writer` brings commits to the disk without holding up the loop: a thread
+writes large commits and those that begin a file; small ones are written on the loop and synced by the
+kernel meanwhile (`KernelSync`), or on the loop where a program allows it and the disk is quick.
+`BackgroundTasks` and `FairGate` are what several parts of an engine use to work behind commits and to
+wait in order.
 """
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import contextlib
 import ctypes
 import errno
 import logging
-import mmap
 import os
 import platform
-import struct
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar, TypeVarTuple
@@ -53,88 +29,15 @@ from penstock.log.journal import Commit, Journal
 from penstock.model.errors import Rejected
 from penstock.model.settings import Durability
 
-# -- kernel_sync ----------------------------------------------------------------------------------
+log = logging.getLogger("penstock.engine")
 
+# Refusals that last; others mean that the system is busy just now.
+NO_SUCH_CALL = frozenset({errno.EINVAL, errno.ENOSYS, errno.EPERM})
+
+T = TypeVar("T")
+Args = TypeVarTuple("Args")
 
 AT_ONCE = 8  # a journal syncs few commits at a time
-
-
-class KernelSync(abc.ABC):
-    """Syncs files for one event loop.
-
-    Making one raises OSError where the system has no such thing, and NotImplementedError on a loop
-    that cannot listen to files.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        if sys.platform != "linux" or sys.maxsize <= 2**32:  # 32 bits have other numbers
-            raise OSError(errno.ENOSYS, "asynchronous syncs are known on Linux with 64 bits only")
-        self._loop = loop
-        # Unlike CDLL it keeps the interpreter: submitting and collecting never wait.
-        self._syscall = ctypes.PyDLL(None, use_errno=True).syscall
-        self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._waiting: dict[int, asyncio.Future[None]] = {}
-        self._number = 0
-        with contextlib.ExitStack() as undo:
-            undo.callback(os.close, self._eventfd)
-            loop.add_reader(self._eventfd, self._completed)
-            undo.callback(loop.remove_reader, self._eventfd)
-            self._open()
-            undo.pop_all()
-
-    def sync(self, descriptor: int) -> asyncio.Future[None]:
-        """Have a file's bytes on stable storage; raises OSError, now or later."""
-        self._number += 1
-        self._submit(self._number, descriptor)
-        future = self._waiting[self._number] = self._loop.create_future()
-        return future
-
-    def _completed(self) -> None:
-        os.eventfd_read(self._eventfd)
-        self._tell(self._collect())
-
-    def _tell(self, completions: Iterable[tuple[int, int]]) -> None:
-        for number, result in completions:
-            future = self._waiting.pop(number)
-            if future.done():
-                continue  # whoever waited was cancelled
-            if result < 0:
-                future.set_exception(OSError(-result, os.strerror(-result)))
-            else:
-                future.set_result(None)
-
-    def _call(self, number: int, *arguments: Any) -> int:
-        result: int = self._syscall(ctypes.c_long(number), *arguments)
-        if result < 0:
-            error = ctypes.get_errno()
-            raise OSError(error, os.strerror(error))
-        return result
-
-    def close(self) -> None:
-        """Give everything back once nothing is under way; nobody is told of its end any more."""
-        self._loop.remove_reader(self._eventfd)
-        self._close()
-
-    @abc.abstractmethod
-    def _open(self) -> None:
-        """Get what requests need from the system."""
-
-    @abc.abstractmethod
-    def _submit(self, number: int, descriptor: int) -> None:
-        """Have the system begin; it adds to the eventfd when it is done."""
-
-    @abc.abstractmethod
-    def _collect(self) -> list[tuple[int, int]]:
-        """Numbers of requests that are done, with 0 or an error below it."""
-
-    @abc.abstractmethod
-    def _close(self) -> None:
-        """Give everything back, the eventfd included."""
-
-
-# -- aio_sync -------------------------------------------------------------------------------------
-
-
 # io_setup, io_destroy, io_submit, io_getevents: no library has them, but the kernel does.
 CALLS = {"x86_64": (206, 207, 209, 208), "aarch64": (0, 1, 2, 4)}
 FDSYNC = 3  # IOCB_CMD_FDSYNC
@@ -161,23 +64,68 @@ class _Completion(ctypes.Structure):
     )  # fmt: skip
 
 
-class AioSync(KernelSync):
-    """Syncs by io_submit."""
+class KernelSync:
+    """Syncs files for one event loop, by Linux's asynchronous I/O and without a thread.
 
-    def _open(self) -> None:
+    A thread that syncs needs the interpreter before and after, which a busy loop keeps for itself. The
+    kernel needs none: the loop submits a sync and hears of its end as it hears of bytes on a socket.
+    Containers that forbid io_uring allow these calls.
+
+    Making one raises OSError where the system has no such calls, and NotImplementedError on a loop
+    that cannot listen to files.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        if sys.platform != "linux" or sys.maxsize <= 2**32:  # 32 bits have other numbers
+            raise OSError(errno.ENOSYS, "asynchronous syncs are known on Linux with 64 bits only")
         numbers = CALLS.get(platform.machine())
         if numbers is None:
             raise OSError(errno.ENOSYS, "the numbers of these calls are not known here")
-        self._destroy_call, self._submit_call, self._events_call = numbers[1:]
+        setup, self._destroy_call, self._submit_call, self._events_call = numbers
+        self._loop = loop
+        # Unlike CDLL it keeps the interpreter: submitting and collecting never wait.
+        self._syscall = ctypes.PyDLL(None, use_errno=True).syscall
+        self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._waiting: dict[int, asyncio.Future[None]] = {}
+        self._number = 0
         self._context = ctypes.c_ulong(0)
         self._request = _Request(opcode=FDSYNC, flags=TELL_EVENTFD, eventfd=self._eventfd)
         self._requests = (ctypes.c_void_p * 1)(ctypes.addressof(self._request))
         self._completions = (_Completion * AT_ONCE)()
-        self._call(numbers[0], ctypes.c_uint(AT_ONCE), ctypes.byref(self._context))
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, self._eventfd)
+            loop.add_reader(self._eventfd, self._completed)
+            undo.callback(loop.remove_reader, self._eventfd)
+            self._call(setup, ctypes.c_uint(AT_ONCE), ctypes.byref(self._context))
+            undo.pop_all()
 
-    def _submit(self, number: int, descriptor: int) -> None:
-        self._request.number, self._request.descriptor = number, descriptor
+    def sync(self, descriptor: int) -> asyncio.Future[None]:
+        """Have a file's bytes on stable storage; raises OSError, now or later."""
+        self._number += 1
+        self._request.number, self._request.descriptor = self._number, descriptor
         self._call(self._submit_call, self._context, ctypes.c_long(1), self._requests)
+        future = self._waiting[self._number] = self._loop.create_future()
+        return future
+
+    def close(self) -> None:
+        """Give everything back once nothing is under way; pending futures stay as they are."""
+        self._loop.remove_reader(self._eventfd)
+        # The system takes tens of milliseconds for it; nothing waits for that.
+        threading.Thread(target=self._destroy, name="penstock-sync-end", daemon=True).start()
+
+    def _completed(self) -> None:
+        os.eventfd_read(self._eventfd)
+        self._tell(self._collect())
+
+    def _tell(self, completions: list[tuple[int, int]]) -> None:
+        for number, result in completions:
+            future = self._waiting.pop(number)
+            if future.done():
+                continue  # its caller was cancelled
+            if result < 0:
+                future.set_exception(OSError(-result, os.strerror(-result)))
+            else:
+                future.set_result(None)
 
     def _collect(self) -> list[tuple[int, int]]:
         found: list[tuple[int, int]] = []
@@ -190,114 +138,18 @@ class AioSync(KernelSync):
             found += [(each.number, each.result) for each in self._completions[:count]]
         return found
 
-    def _close(self) -> None:
-        # The system takes tens of milliseconds for it, which nobody need wait for.
-        threading.Thread(target=self._destroy, name="penstock-sync-end", daemon=True).start()
+    def _call(self, number: int, *arguments: Any) -> int:
+        result: int = self._syscall(ctypes.c_long(number), *arguments)
+        if result < 0:
+            error = ctypes.get_errno()
+            raise OSError(error, os.strerror(error))
+        return result
 
     def _destroy(self) -> None:
         try:
             ctypes.CDLL(None).syscall(ctypes.c_long(self._destroy_call), self._context)
         finally:
             os.close(self._eventfd)
-
-
-# -- uring_sync -----------------------------------------------------------------------------------
-
-
-MACHINES = (
-    "x86_64",
-    "aarch64",
-)  # calls since 5.1 have one number everywhere; others are not tested
-SETUP, ENTER, REGISTER = 425, 426, 427
-REGISTER_EVENTFD = 4
-REQUESTS_AT = 0x10000000  # IORING_OFF_SQES
-ONE_MAP = 1  # IORING_FEAT_SINGLE_MMAP: both rings in one mapping, since 5.4
-# struct io_uring_params: sizes and features, then where things lie in each ring.
-PARAMS = struct.Struct("<5I I 4I 10I 10I")
-# struct io_uring_sqe: opcode, flags, priority, file, offset, address, length, fsync flags, number.
-REQUEST = struct.Struct("<BBHiQQIIQ24x")
-FSYNC, DATA_ONLY = 3, 1
-COMPLETION = struct.Struct("<QiI")
-UINT = 1 << 32
-
-
-class UringSync(KernelSync):
-    """Syncs by io_uring."""
-
-    def _open(self) -> None:
-        if platform.machine() not in MACHINES:
-            raise OSError(errno.ENOSYS, "io_uring is not known here")
-        params = ctypes.create_string_buffer(PARAMS.size)
-        self._ring = self._call(SETUP, ctypes.c_uint(AT_ONCE), params)
-        with contextlib.ExitStack() as undo:
-            undo.callback(os.close, self._ring)
-            self._map(PARAMS.unpack(params.raw))
-            self._call(
-                REGISTER, ctypes.c_uint(self._ring), ctypes.c_uint(REGISTER_EVENTFD),
-                ctypes.byref(ctypes.c_int(self._eventfd)), ctypes.c_uint(1),
-            )  # fmt: skip
-            undo.pop_all()
-
-    def _map(self, params: tuple[int, ...]) -> None:
-        requests, completions, features = params[0], params[1], params[5]
-        if not features & ONE_MAP:
-            raise OSError(errno.ENOSYS, "this io_uring is too old")
-        _, tail, mask, _, _, _, order = params[10:17]
-        head, end, end_mask, _, _, done = params[20:26]
-        size = max(order + 4 * requests, done + COMPLETION.size * completions)
-        self._shared = mmap.mmap(self._ring, size)
-        self._requests = mmap.mmap(self._ring, REQUEST.size * requests, offset=REQUESTS_AT)
-        self._words = memoryview(self._shared)[: size // 4 * 4].cast("I")
-        self._tail, self._order, self._mask = tail // 4, order // 4, self._words[mask // 4]
-        self._head, self._end, self._end_mask = head // 4, end // 4, self._words[end_mask // 4]
-        self._done = done
-
-    def _submit(self, number: int, descriptor: int) -> None:
-        words, tail = self._words, self._words[self._tail]
-        at = tail & self._mask
-        REQUEST.pack_into(
-            self._requests, at * REQUEST.size, FSYNC, 0, 0, descriptor, 0, 0, 0, DATA_ONLY, number
-        )
-        words[self._order + at] = at
-        words[self._tail] = (tail + 1) % UINT
-        try:
-            self._call(
-                ENTER, ctypes.c_uint(self._ring), ctypes.c_uint(1), ctypes.c_uint(0),
-                ctypes.c_uint(0), None, ctypes.c_size_t(0),
-            )  # fmt: skip
-        except OSError:
-            words[self._tail] = tail  # the kernel did not take it
-            raise
-
-    def _collect(self) -> list[tuple[int, int]]:
-        words, found = self._words, []
-        head, end = words[self._head], words[self._end]
-        while head != end:
-            at = self._done + (head & self._end_mask) * COMPLETION.size
-            number, result, _ = COMPLETION.unpack_from(self._shared, at)
-            found.append((number, result))
-            head = (head + 1) % UINT
-        words[self._head] = head
-        return found
-
-    def _close(self) -> None:
-        self._words.release()
-        self._shared.close()
-        self._requests.close()
-        os.close(self._ring)
-        os.close(self._eventfd)
-
-
-# -- runtime --------------------------------------------------------------------------------------
-
-
-log = logging.getLogger("penstock.engine")
-
-# Refusals that last; others mean that the system is busy just now.
-NO_SUCH_CALL = frozenset({errno.EINVAL, errno.ENOSYS, errno.EPERM})
-
-T = TypeVar("T")
-Args = TypeVarTuple("Args")
 
 
 class WorkerThread:
@@ -358,14 +210,6 @@ def _set_exception(future: asyncio.Future[T], error: BaseException) -> None:
         future.set_exception(error)
 
 
-def _open_kernel(loop: asyncio.AbstractEventLoop) -> KernelSync:
-    """The best that the system has: containers often forbid io_uring."""
-    try:
-        return UringSync(loop)
-    except OSError:
-        return AioSync(loop)
-
-
 class Runtime:
     """What an engine needs of the world beside a disk.
 
@@ -416,7 +260,7 @@ class Runtime:
         """A sync that is under way; None when the system does not take it, now or ever."""
         try:
             if self._kernel is None:
-                self._kernel = _open_kernel(asyncio.get_running_loop())
+                self._kernel = KernelSync(asyncio.get_running_loop())
             return self._kernel.sync(descriptor)
         except (OSError, NotImplementedError) as error:
             if self._kernel is None or getattr(error, "errno", None) in NO_SUCH_CALL:
@@ -442,8 +286,7 @@ class Runtime:
         self._closed = True
 
 
-# -- writer ---------------------------------------------------------------------------------------
-
+# -- writing commits ------------------------------------------------------------------------------
 
 # A commit that takes the disk no longer than its sync.
 LITTLE_BYTES = 128 * 1024
@@ -577,8 +420,7 @@ class Writer:
             self._journal.publish(commit.end)
 
 
-# -- errands --------------------------------------------------------------------------------------
-
+# -- background tasks -----------------------------------------------------------------------------
 
 # Whoever waits looks this often whether the disk is full: nobody may wait for as long as it is.
 LOOK_AGAIN_S = 0.05
@@ -625,9 +467,6 @@ class BackgroundTasks:
         self.ending = True
         if self._tasks:
             await asyncio.wait(self._tasks)
-
-
-# -- turnstile ------------------------------------------------------------------------------------
 
 
 class FairGate:
