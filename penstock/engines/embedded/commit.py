@@ -1,15 +1,12 @@
-"""Taken: one commit between the moment it is laid out and the moment its callers hear of it.
+"""Group commit: takes what waits, writes it in one go, syncs it once, and answers the callers.
 
-The commit loop: takes what waits, writes it in one go, and only then lets it be true.
+While one commit is written the loop collects the next, so commits grow under load and one fdatasync
+pays for everything that arrived meanwhile. A tenant that has nothing in the commit under way does not
+wait for it: its own commit is written and synced beside it, and becomes durable behind it.
 
-While one commit is written the loop collects the next: under load commits grow by themselves,
-and one fdatasync pays for everything that arrived meanwhile. A tenant that has nothing in it does
-not wait for it: its commit is written and synced beside, and becomes true behind it.
-
-Stored bytes: what each tenant keeps, as a function of what lies in the folder and nothing else.
-
-A quota must not change because a broker was restarted, so what is counted while it runs is what
-recovery finds: the batches of unsealed journal files, and the ranges of segments (row T11).
+`OpenCommit` is one commit between the moment it is laid out and the moment its callers are answered.
+`StoredBytes` counts what each tenant keeps, from what lies in the folder alone: the batches of unsealed
+journal files and the ranges of segments. So a restart changes no quota.
 """
 
 from __future__ import annotations
@@ -33,8 +30,6 @@ if TYPE_CHECKING:
     from penstock.core.admission import Admission
     from penstock.log.segment import SegmentInfo
     from penstock.model.batch import EventBatch
-
-# -- taken ----------------------------------------------------------------------------------------
 
 
 class OpenCommit:
@@ -64,7 +59,7 @@ class OpenCommit:
         return journal.fits(self.commit, size, last=True)
 
     def answer(self, full: PenstockError | None) -> None:
-        """It is durable: tell whoever waits; flushes hear that it was not all, when it was not."""
+        """Answer the callers of a durable commit; flushes learn when it did not hold everything."""
         for submission in self.submissions:
             if not submission.future.done():
                 submission.future.set_result(submission.receipts)
@@ -82,9 +77,6 @@ def refuse(submissions: Iterable[Submission], error: BaseException) -> None:
     for submission in submissions:
         if not submission.future.done():
             submission.future.set_exception(error)
-
-
-# -- commitloop -----------------------------------------------------------------------------------
 
 
 # Acks alone do not hurry: they ride the next commit, and get one of their own after this long.
@@ -448,15 +440,12 @@ class CommitLoop:
         for waiting in (self._room, *self._flushes):
             if waiting is not None and not waiting.done():
                 waiting.set_exception(error)
-                waiting.exception()  # whoever waits sees it; nobody may be waiting any more
+                waiting.exception()  # its caller sees it, if one still waits
         self._flushes.clear()
 
 
 def _broken(error: Exception) -> WriterFailed:
     return WriterFailed(f"the commit loop failed: {error!r}. Open the folder again")
-
-
-# -- stored ---------------------------------------------------------------------------------------
 
 
 class StoredBytes:

@@ -182,7 +182,7 @@ class WorkerThread:
                 tell(_set_result, future, result)
 
         def tell(callback: Callable[..., None], *values: object) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and its callers with it
                 loop.call_soon_threadsafe(callback, *values)
 
         self._jobs.put(job)
@@ -369,7 +369,7 @@ class Writer:
         return self._fsync == "always" and len(commit) <= LITTLE_BYTES and commit.roll is None
 
     def _idle(self) -> int | None:
-        """An opening of the journal that nobody syncs at present."""
+        """An opening of the journal that is not being synced."""
         for descriptor in self._journal.descriptors(SIDE_BY_SIDE):
             if descriptor not in self._syncing:
                 return descriptor
@@ -422,7 +422,7 @@ class Writer:
 
 # -- background tasks -----------------------------------------------------------------------------
 
-# Whoever waits looks this often whether the disk is full: nobody may wait for as long as it is.
+# How often callers that wait look whether the disk is full: they must not wait for as long as it is.
 LOOK_AGAIN_S = 0.05
 
 
@@ -470,7 +470,7 @@ class BackgroundTasks:
 
 
 class FairGate:
-    """A way in that is usually open: true while somebody waits, and who comes then must wait too.
+    """A gate that is usually open; true while callers wait, and later callers wait behind them.
 
     A lock alone would not do: between its release and the next holder's turn it looks free.
 
