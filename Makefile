@@ -4,7 +4,7 @@ PYTHON_BIN := .venv/bin/python
 SEEDS ?= 20
 JOBS ?= 2
 
-.PHONY: help setup run test check format bench sim sim-mutants soak clean
+.PHONY: help setup run test check format reference bench sim sim-mutants soak clean
 
 help:           ## show this list
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -19,13 +19,16 @@ test: setup     ## run all tests
 	@JOBS=$(JOBS) $(PYTHON_BIN) tools/test
 
 check: setup    ## formatting, lint and strict types
-	@.venv/bin/ruff format --check penstock pyspark_penstock tests examples
-	@.venv/bin/ruff check penstock pyspark_penstock tests examples
+	@.venv/bin/ruff format --check penstock pyspark_penstock tests examples tools/reference
+	@.venv/bin/ruff check penstock pyspark_penstock tests examples tools/reference
 	@.venv/bin/mypy
 
 format: setup   ## let ruff format and fix
-	@.venv/bin/ruff format penstock pyspark_penstock tests examples
-	@.venv/bin/ruff check --fix penstock pyspark_penstock tests examples
+	@.venv/bin/ruff format penstock pyspark_penstock tests examples tools/reference
+	@.venv/bin/ruff check --fix penstock pyspark_penstock tests examples tools/reference
+
+reference: setup  ## print the pages of docs/reference that come from the code
+	@$(PYTHON_BIN) -m tools.reference
 
 bench: setup    ## run every bench case against its peers
 	@tools/bench

@@ -176,8 +176,6 @@ def entry_points() -> set[str]:
         values += group.values()
     return {
         "penstock",
-        "penstock.cli.reference",  # prints docs/reference/cli.md; a test compares
-        "penstock.engines.ask_reference",  # prints a section of docs/reference/protocol.md
         "penstock.pipelines.source",  # found by Spark through pyspark_penstock
         *(value.partition(":")[0] for value in values),
         *(f"penstock.cli.{name}" for name in COMMANDS),
@@ -280,7 +278,7 @@ def functions_in(scope: ast.Module | ast.ClassDef) -> list[ast.FunctionDef | ast
 
 TEXTS = sorted(
     path
-    for pattern in ("*.md", "*.toml", "Makefile", ".ci/*", "tools/*", "docs/**/*.md", "penstock/**/*.py",
+    for pattern in ("*.md", "*.toml", "Makefile", ".ci/*", "tools/*", "tools/**/*.py", "docs/**/*.md", "penstock/**/*.py",
                     "tests/**/*.py", "examples/*.py")
     for path in ROOT.glob(pattern)
     if path.is_file()

@@ -2,7 +2,7 @@
 
 A field's number is its place in the struct, so a new field comes last. Every single value is
 `optional`: what is absent has the default of docs/reference/protocol.md, which need not be zero.
-docs/reference/penstock.proto is printed from here.
+docs/reference/penstock.proto is printed from it.
 
 Protobuf: the meta of a frame with mark 2, for clients whose language likes it better.
 
@@ -179,31 +179,6 @@ def _without_none(kind: inspect.Type) -> tuple[inspect.Type, bool]:
         if len(rest) == 1 and len(kind.types) == 2:
             return rest[0], True
     return kind, False
-
-
-def proto_text(schema: Schema) -> str:
-    """The schema as a .proto file."""
-    lines = [
-        "// The messages of the protocol: docs/reference/protocol.md says what they mean, and which",
-        "// default an absent field has. Printed from the code by penstock.wire.protobuf.proto_text.",
-        'syntax = "proto3";',
-        f"package {PACKAGE};",
-    ]
-    for table in sorted(schema.tables.values(), key=lambda each: each.name):
-        lines += ("", f"message {table.name} {{")
-        lines += (f"  {_declared(column)}" for column in table.fields)
-        lines.append("}")
-    return "\n".join(lines) + "\n"
-
-
-def _declared(column: Column) -> str:
-    kind = column.table.name if column.table is not None else column.kind
-    kind = "string" if kind == "json" else kind
-    label = "repeated " if column.many == "list" else "optional "
-    if column.many == "map":
-        label, kind = "", f"map<{column.key}, {kind}>"
-    note = " // JSON" if column.kind == "json" else ""
-    return f"{label}{kind} {column.name} = {column.number};{note}"
 
 
 # -- protobuf -------------------------------------------------------------------------------------

@@ -30,9 +30,9 @@ from penstock.model.settings_loader import (
     check,
     conflicts,
     load,
-    reference,
     unknown,
 )
+from tools.reference.settings import page
 
 ROOT = Path(__file__).parents[2]
 GROUPS = {**field_types(Settings), "tenant": TenantLimits}
@@ -415,5 +415,5 @@ def test_units_come_from_names() -> None:
 
 
 def test_the_reference_page_is_what_the_settings_print() -> None:
-    """Print it anew: python -c "from penstock.model.settings_loader import reference; print(reference(), end='')"."""
-    assert (ROOT / "docs/reference/settings.md").read_text() == reference()
+    """`make reference` prints it."""
+    assert (ROOT / "docs/reference/settings.md").read_text() == page()

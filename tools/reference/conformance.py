@@ -1,4 +1,4 @@
-"""Prints docs/reference/conformance.md from the suite itself, so that the page cannot drift."""
+"""Every sentence the conformance suite proves: docs/reference/conformance.md."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""What can be asked, in words: a section of docs/reference/protocol.md; a test compares the two."""
+"""What can be asked, in words: a section of docs/reference/protocol.md."""
 
 from __future__ import annotations
 
 import inspect as python
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -14,19 +15,18 @@ from penstock.engines.requests import ANSWERS, READ_ONLY
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-PREFACE = """## What can be asked
-
+TITLE = "## What can be asked\n"
+PREFACE = f"""{TITLE}
 `request` of an [Ask](#ask), its `fields`, and what the Result holds: a value as the last column says, null where
 there is none. A field with `=` may be left out, and then has that value. Those marked * change nothing, and can be asked
 again when the answer was lost. Send `actor` as an empty text: the broker puts the client's own name there, and only an
 admin may act in another's.
 
-This section is printed from `penstock/engines/request.py` and `answers.py` by `penstock/engines/ask_reference.py`; change it
-there.
+This section is printed from `penstock/engines/requests.py` by `make reference`; change it there.
 """
 
 
-def reference() -> str:
+def page() -> str:
     """The Markdown of the section: every request, then every struct that requests and answers are made of."""
     lines = [PREFACE, "| request | | fields | answer |", "|---|---|---|---|"]
     found: dict[str, inspect.StructType] = {}
@@ -41,6 +41,13 @@ def reference() -> str:
         for each in (*info.fields, inspect.type_info(answer)):
             found |= {struct.cls.__name__: struct for struct in _structs(each)}
     return "\n".join([*lines, "", *(_section(found[name]) for name in sorted(found))])
+
+
+def within(text: str) -> str:
+    """The text of protocol.md with this section as it is now."""
+    sections = re.split(r"^(?=## )", text, flags=re.MULTILINE)
+    now = [f"{page().rstrip()}\n\n" if each.startswith(TITLE) else each for each in sections]
+    return "".join(now).rstrip() + "\n"
 
 
 def words(info: Any) -> str:

@@ -1,4 +1,4 @@
-"""The command line in words: docs/reference/cli.md is the output of `reference`; a test compares."""
+"""The command line in words: docs/reference/cli.md."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Times are ISO 8601 (`2026-01-31T09:00:00Z`, `2026-01-31`; in UTC without a zone)
 In lists and lines, control characters of the data are shown escaped, so that an event cannot take
 over a terminal; `--format value` prints payloads as they are.
 
-This page is printed from `penstock/cli`; change it there.
+This page is printed from `penstock/cli` by `make reference`; change it there.
 """
 
 METAVARS = {"integer": "N", "integer range": "N", "float": "N", "text": "TEXT", "directory": "DIR"}
@@ -51,8 +51,8 @@ An error is `{"error": {"code": "notfound.topic", "message": "...", "data": {...
 """
 
 
-def reference() -> str:
-    """The Markdown of docs/reference/cli.md."""
+def page() -> str:
+    """The Markdown of the page."""
     context = click.Context(root, info_name=PROGRAM)
     pages = [PREFACE, _exit_codes(), OUTPUT_FIELDS, _section(root, context, 2)]
     pages += _below(root, context, 2)

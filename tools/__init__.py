@@ -1,0 +1,1 @@
+"""What developers of Penstock run; no part of the package that users install."""
