@@ -116,7 +116,7 @@ class Manifest:
             manifest._open(max(generations))
         elif any(name.endswith(".parquet") for name in names):
             raise Corrupted(
-                f"{FOLDER}/ has segment files but no manifest, so nobody knows which of them are "
+                f"{FOLDER}/ has segment files but no manifest, so it is not known which are "
                 "live. Nothing was deleted: restore the newest manifest-*.log from a backup",
                 path=f"{FOLDER}/manifest-*.log",
             )
