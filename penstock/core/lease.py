@@ -42,7 +42,7 @@ class Lane:
         self.end = end
         """Behind the last event that may be handed out."""
         self.known = 0
-        """What lies before it the group had before an operator gave it something again."""
+        """The group was given events before this once already; some of them may come back."""
         self.line: deque[Lane] | None = None
         """The line of lanes it is in, while it has events to hand out."""
         self.urgent_to = urgent_to
