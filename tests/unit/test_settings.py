@@ -415,5 +415,5 @@ def test_units_come_from_names() -> None:
 
 
 def test_the_reference_page_is_what_the_settings_print() -> None:
-    """Print it anew: python -c "from penstock.model.settings_loader import reference; print(reference(), end='')"."""
+    """Print it again: python -c "from penstock.model.settings_loader import reference; print(reference(), end='')"."""
     assert (ROOT / "docs/reference/settings.md").read_text() == reference()
