@@ -287,7 +287,7 @@ class Rebalance(Generic[P]):
         return self._changes(revoke, [])
 
     def _changes(self, revoke: dict[str, list[P]], expelled: list[str]) -> Changes[P]:
-        """Grant whatever nobody holds to the member it is planned for."""
+        """Grant each partition that no member holds to the member it is planned for."""
         grant: dict[str, list[P]] = {}
         for partition, holding in self._holdings.items():
             target = self._target.get(partition)

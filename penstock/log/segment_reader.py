@@ -148,7 +148,7 @@ class SegmentReader:
                 self._rest(index)  # a scan goes through gigabytes, and has decoded all of this
 
     def _some_columns(self, index: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """Columns of a row group, in pieces where it is large: nobody needs all of it at once."""
+        """Columns of a row group, in pieces where it is large."""
         parquet = self._open(verify=True)
         count = self.info.spans[index].rows
         if not columns:
