@@ -272,7 +272,7 @@ class Rebalance(Generic[P]):
         return msgspec.structs.replace(self._replan(now_s), expelled=expelled)
 
     def _replan(self, now_s: float) -> Changes[P]:
-        """Start a generation: plan anew and ask for what lies with the wrong member."""
+        """Start a generation: make a new plan, and ask for the partitions that the wrong member holds."""
         self.generation += 1
         plan = assign(list(self._holdings), self.members, self.strategy, self.held())
         self._target = {partition: name for name, mine in plan.items() for partition in mine}

@@ -161,7 +161,7 @@ class AuditLog:
         """Record all the entries with one sync; they are durable when this returns.
 
         All or nothing: DiskRefused and InvalidInput leave the log as it was; after WriterFailed the
-        log must be opened anew, and may or may not hold the entries.
+        log must be opened again, and may or may not hold the entries.
         """
         self._check_usable()
         if (

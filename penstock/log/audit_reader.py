@@ -122,7 +122,7 @@ class AuditReader:
     def verify(self, *, public_key: str | None = None, expect_last: Head | None = None) -> Verdict:
         """Walk the whole log; the verdict names the first broken link, or a file that is gone.
 
-        Give the public key and a head that were kept elsewhere to be safe from somebody who can
+        Give the public key and a head that were kept elsewhere to be safe from anyone who can
         rewrite the whole folder.
         """
         # The head first: a live writer writes it after the records it speaks of.

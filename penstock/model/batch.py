@@ -254,7 +254,7 @@ class EventBatch:
         self._stored = None
 
     def forget_encoding(self) -> None:
-        """Encode anew next time: a column was replaced."""
+        """A column was replaced: the next `encode` does not reuse the encoded form."""
         self._body = self._stored = None
 
     @classmethod
