@@ -1,20 +1,16 @@
-"""Quotas: the limits an operator sets, and the token bucket that measures a rate against them.
+"""Admission: whether a batch may come in now, by the limits that an operator sets.
 
-Admission: whether a batch may come in now, answered at once and never with silence.
-
-Every limit counts events, however they were packed. A batch is taken whole or not at all. The
-answer is ADMITTED or says which limit was reached and when to try again:
+Every limit counts events, in batches of any size. A batch is taken whole or not at all. Every
+refusal is answered at once. The answer is ADMITTED or says which limit was reached and when to try
+again:
 
     deferred    a queue is full for the moment
     throttled   a rate or a quota is used up; `retry_after_s` says when it no longer is
     dropped     the batch is larger than the limit itself, so that trying again cannot help
 
+`TenantCredit` limits what consumers hold: each of them alone, and those of one tenant together.
+
 docs/reference/admission.md describes each limit and how the shared one is kept fair.
-
-Windows: what the consumers of one tenant may hold together, and each of them alone (row T11).
-
-A window is looked at when leases are made. A group that finds none open is told when something of
-the tenant was settled, in whichever group that was.
 """
 
 from __future__ import annotations
@@ -38,16 +34,49 @@ from penstock.model.errors import (
 if TYPE_CHECKING:
     from penstock.core.delivery import QueueGroup
 
-# -- quota ----------------------------------------------------------------------------------------
-
-
 SLACK = 1e-6
 """Tokens forgiven, so that a caller who waits exactly as long as told is never refused by the last
 bit of a float: a millionth of one event or byte."""
 
+SWEEP_TENANTS = 10_000
+"""Tenants remembered before the idle ones are forgotten; each takes about 1 KB."""
+
+INGRESS_RETRY_S = 0.005
+"""When to try again after too many events waited for the disk: a commit takes about this long."""
+
+QUEUE_RETRY_S = 0.1
+"""When to try again after a queue was full: consumers empty it in batches, about this often."""
+
+STORAGE_RETRY_S = 60.0
+"""When to try again after the storage quota was full: retention frees space about this often."""
+
+RATE_RETRY_S = 0.25
+"""When to try again after a rate was used up, at the least: fewer and larger batches come then, and
+each refusal in between would cost other tenants time."""
+
+AHEAD_S = 0.1
+"""How much of its rate a tenant may use in advance before other tenants go first."""
+
+INGRESS_CEILING = 2
+"""How far fair shares may carry the total above `max_global_ingress`: to twice the limit."""
+
+MAX_HELD_EVENTS = 1_000_000
+"""Of one consumer without a limit: its leases must still fit the memory."""
+
+Kind: TypeAlias = Literal["admitted", "deferred", "throttled", "dropped"]
+_ERRORS: dict[str, type[Rejected]] = {
+    "deferred": Deferred,
+    "throttled": Throttled,
+    "dropped": Dropped,
+}
+_RATES = ("events_per_s", "bytes_per_s")
+
+
+# -- limits ----------------------------------------------------------------------------------------
+
 
 class TenantLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one tenant may use; None leaves that measure to the limits of everyone.
+    """The limits of one tenant; None leaves a measure to the limits of the bus.
 
     >>> TenantLimits(events_per_s=100).burst_s
     1.0
@@ -93,99 +122,17 @@ def check_limits(limits: AdmissionLimits) -> None:
                 )
 
 
-class Bucket:
-    """Tokens that flow in at a rate, up to a capacity, and are taken out by what is let through.
+def setting_of(limit: str, tenant: str) -> str:
+    """The name of the setting of a limit: in the tenant's table, or in that of the bus.
 
-    >>> bucket = Bucket(rate_per_s=10, capacity=5)
-    >>> bucket.wait_s(5, now_s=0.0); bucket.take(5)
-    0.0
-    >>> bucket.wait_s(1, now_s=0.0), bucket.wait_s(6, now_s=0.0)
-    (0.1, None)
+    >>> setting_of("storage_bytes", "acme"), setting_of("max_global_ingress", "acme")
+    ('admission.tenants.acme.storage_bytes', 'admission.max_global_ingress')
     """
-
-    __slots__ = ("_at_s", "_tokens", "capacity", "rate_per_s")
-
-    def __init__(self, rate_per_s: float, capacity: float) -> None:
-        self.rate_per_s = rate_per_s
-        self.capacity = capacity
-        self._tokens = capacity
-        self._at_s = -inf
-
-    @classmethod
-    def of(cls, before: Bucket | None, rate_per_s: float | None, burst: float) -> Bucket | None:
-        """The bucket for a setting: none without a rate, and never fuller than it was before."""
-        if rate_per_s is None:
-            return None
-        # A rate below one event a burst still lets single events through, one at a time.
-        made = cls(rate_per_s, max(burst, 1.0) if rate_per_s else 0.0)
-        if before is not None:
-            made._tokens = min(made.capacity, before._tokens)
-            made._at_s = before._at_s
-        return made
-
-    def wait_s(self, amount: float, now_s: float) -> float | None:
-        """How long until `amount` could be taken: 0 at once, None never."""
-        if amount > self.capacity:
-            return None
-        self._earn(now_s)
-        missing = amount - self._tokens
-        if missing <= SLACK:
-            return 0.0
-        # After a step back, nothing is earned until the clock is where it had been.
-        return missing / self.rate_per_s + (self._at_s - now_s)
-
-    def _earn(self, now_s: float) -> None:
-        if now_s > self._at_s:
-            earned = (now_s - self._at_s) * self.rate_per_s
-            self._tokens = min(self.capacity, self._tokens + earned)
-            self._at_s = now_s
-
-    def ahead_s(self, now_s: float) -> float:
-        """For how long nothing would have to be taken until the bucket is full."""
-        self._earn(now_s)
-        return (self.capacity - self._tokens) / self.rate_per_s if self.rate_per_s else 0.0
-
-    def take(self, amount: float) -> None:
-        """Take out what `wait_s` just allowed."""
-        self._tokens -= amount
-
-    def full(self, now_s: float) -> bool:
-        """Whether a new bucket would hold the same."""
-        return self.wait_s(self.capacity, now_s) == 0.0
+    own = limit in TenantLimits.__struct_fields__
+    return f"admission.tenants.{tenant}.{limit}" if own else f"admission.{limit}"
 
 
-# -- admission ------------------------------------------------------------------------------------
-
-
-SWEEP_TENANTS = 10_000
-"""Tenants remembered before the idle ones are forgotten; each takes about 1 KB."""
-
-INGRESS_RETRY_S = 0.005
-"""When to try again after too many events waited for the disk: a commit takes about this long."""
-
-QUEUE_RETRY_S = 0.1
-"""When to try again after a queue was full: consumers empty it in batches, about this often."""
-
-STORAGE_RETRY_S = 60.0
-"""When to try again after the storage quota was full: retention frees space about this often."""
-
-RATE_RETRY_S = 0.25
-"""When to try again after a rate was used up, at the least: what has flowed in by then comes in few
-batches, and each that is refused in between would cost the others time."""
-
-AHEAD_S = 0.1
-"""How much of its rate a tenant may use in advance before it has to let others go first."""
-
-INGRESS_CEILING = 2
-"""How far fair shares may carry the total above `max_global_ingress`: to twice the limit."""
-
-Kind: TypeAlias = Literal["admitted", "deferred", "throttled", "dropped"]
-_ERRORS: dict[str, type[Rejected]] = {
-    "deferred": Deferred,
-    "throttled": Throttled,
-    "dropped": Dropped,
-}
-_RATES = ("events_per_s", "bytes_per_s")
+# -- questions and answers -------------------------------------------------------------------------
 
 
 class Waiting(NamedTuple):
@@ -216,13 +163,13 @@ class Refusal(NamedTuple):
     kind: Kind
     limit: str
     value: float
-    """What the setting of the limit says."""
+    """The value of the limit's setting."""
     retry_after_s: float = 0.0
     most: int | None = None
     """The most that the limit ever admits at once, where trying again may not help."""
     most_events: int | None = None
     most_bytes: int | None = None
-    """What the rates of the tenant admit at once: a larger batch is not throttled, but never fits."""
+    """The most that the tenant's rates admit at once: a larger batch never fits."""
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -283,69 +230,16 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def setting_of(limit: str, tenant: str) -> str:
-    """The setting that a limit stands in: a tenant's own table, or the one of everyone.
-
-    >>> setting_of("storage_bytes", "acme"), setting_of("max_global_ingress", "acme")
-    ('admission.tenants.acme.storage_bytes', 'admission.max_global_ingress')
-    """
-    own = limit in TenantLimits.__struct_fields__
-    return f"admission.tenants.{tenant}.{limit}" if own else f"admission.{limit}"
-
-
 ADMITTED = Decision(kind="admitted")
 
 
-class _Tenant:
-    """What one tenant uses at the moment."""
-
-    __slots__ = (
-        "by_bytes",
-        "by_events",
-        "by_replays",
-        "ingress",
-        "ingress_bytes",
-        "limits",
-        "metered",
-        "stored_bytes",
-    )
-
-    def __init__(self, limits: TenantLimits) -> None:
-        self.ingress = self.ingress_bytes = self.stored_bytes = 0
-        self.by_events: Bucket | None = None
-        self.by_bytes: Bucket | None = None
-        self.by_replays: Bucket | None = None
-        self.adopt(limits)
-
-    def adopt(self, limits: TenantLimits) -> None:
-        """Take new limits over; what a bucket holds stays in it as far as it fits."""
-        self.limits = limits
-        self.by_events = Bucket.of(
-            self.by_events, limits.events_per_s, (limits.events_per_s or 0) * limits.burst_s
-        )
-        self.by_bytes = Bucket.of(
-            self.by_bytes, limits.bytes_per_s, (limits.bytes_per_s or 0) * limits.burst_s
-        )
-        replays = limits.replays_per_minute
-        self.by_replays = Bucket.of(
-            self.by_replays, None if replays is None else replays / 60, replays or 0
-        )
-        self.metered = not (
-            self.by_events is None and self.by_bytes is None and limits.storage_bytes is None
-        )
-
-    def idle(self, now_s: float) -> bool:
-        """Whether forgetting this tenant would change no later decision."""
-        if self.ingress or self.stored_bytes:
-            return False
-        buckets = (self.by_events, self.by_bytes, self.by_replays)
-        return all(bucket is None or bucket.full(now_s) for bucket in buckets)
+# -- batches and replays ---------------------------------------------------------------------------
 
 
 class Admission:
-    """Decides what comes in, from gauges that the engine moves and the limits in force.
+    """Decides what comes in, from the limits in force and the gauges that the engine updates.
 
-    `now_s` is monotonic time; time that runs backwards earns nobody anything.
+    `now_s` is monotonic time; while it runs backwards, no tokens flow in.
 
     >>> admission = Admission(AdmissionLimits(max_global_ingress=2))
     >>> admission.admit("acme", "orders", 2, 200, now_s=0.0) is ADMITTED
@@ -358,23 +252,23 @@ class Admission:
         check_limits(limits)
         self.limits = limits
         self.on_reload: Callable[[AdmissionLimits], None] | None = None
-        """Called with new limits, for those that are kept elsewhere: `max_inflight`."""
+        """Called with new limits; some are enforced elsewhere: `max_inflight`."""
         self._tenants: dict[str, _Tenant] = {}
         self._sweep_at = SWEEP_TENANTS
         self._ingress = 0
         self._active = 0
 
     def reload(self, limits: AdmissionLimits) -> None:
-        """Put new limits in force at once; what is in use stays counted."""
+        """Put new limits in force at once; events and bytes in use stay counted."""
         check_limits(limits)
         self.limits = limits
         for name, tenant in self._tenants.items():
-            tenant.adopt(limits.tenants.get(name, limits.default))
+            tenant.set_limits(limits.tenants.get(name, limits.default))
         if self.on_reload is not None:
             self.on_reload(limits)
 
     def max_queued(self, tenant: str) -> int | None:
-        """The tenant's own limit of what waits for direct consumers, if it has one."""
+        """The tenant's own limit on events that wait for direct consumers, if it has one."""
         return self.limits.tenants.get(tenant, self.limits.default).max_queued
 
     def admit(
@@ -389,10 +283,10 @@ class Admission:
     ) -> Decision:
         """Take a batch in, counting it as ingress until `ingress_done`, or say why not.
 
-        `size_bytes` are those of the payloads, which rates count; `stored_bytes` what the events will
-        take in the log, which the storage quota counts, unless that is the same. `waiting` says how
-        much waits for direct consumers, when some read the topic. What only waits in the log has no
-        queue limit.
+        `size_bytes` is the size of the payloads, which rates count; `stored_bytes` the size of the
+        events in the log, which the storage quota counts, unless that is the same. `waiting` says how
+        many events wait for direct consumers, when some read the topic. Events that only wait in the
+        log have no queue limit.
         """
         if stored_bytes is None:
             stored_bytes = size_bytes
@@ -412,8 +306,8 @@ class Admission:
     def admit_together(self, batches: Sequence[Incoming], now_s: float) -> Decision:
         """Take the batches of a transaction in, all of them or none; each has its `ingress_done`.
 
-        A tenant's batches are judged as one. Nobody can send a transaction in smaller pieces, so
-        `max_global_ingress` lets it in, however large, as long as there is room for anything.
+        A tenant's batches are judged as one. A transaction cannot be sent in smaller pieces, so
+        `max_global_ingress` lets it in, however large, as long as there is room for one event.
         """
         totals: dict[str, tuple[int, int, int]] = {}
         for tenant, topic, events, size_bytes, waiting, stored_bytes in batches:
@@ -440,7 +334,7 @@ class Admission:
         self._ingress += events
 
     def peek(self, tenant: str, topic: str, events: int, now_s: float) -> Decision:
-        """What the tenant's own rates say to events whose size is not known yet; takes nothing."""
+        """Check events whose size is not known yet against the tenant's own rates; takes nothing."""
         state = self._tenants.get(tenant)
         if state is None or not state.metered:
             return ADMITTED
@@ -501,7 +395,7 @@ class Admission:
         if cap is not None and self._ingress + events > cap:
             share = cap // (self._active + (not state.ingress))
             within = self._ingress + events <= INGRESS_CEILING * cap
-            # A batch larger than the limit goes alone: told to wait, it would wait for ever.
+            # A batch larger than the limit goes alone: it could never join others.
             if self._ingress and not (within and state.ingress + events <= share):
                 return _over(events, cap, "max_global_ingress", INGRESS_RETRY_S)
         return None
@@ -515,7 +409,7 @@ class Admission:
         if own is not None:
             caps = (("max_queued", own, waiting.of_tenant),)
         for name, cap, queued in caps:
-            # What is larger than the queue goes when the queue is empty, or it never would.
+            # A batch larger than the queue goes in when the queue is empty, or it never could.
             if cap is not None and queued and queued + events > cap:
                 return Refusal("deferred", name, cap, QUEUE_RETRY_S)
         return None
@@ -535,6 +429,52 @@ class Admission:
             # Doubling keeps the cost of sweeping small when most tenants really are busy.
             self._sweep_at = max(SWEEP_TENANTS, 2 * len(self._tenants))
         return self._tenant(name)
+
+
+class _Tenant:
+    """The current use of one tenant."""
+
+    __slots__ = (
+        "by_bytes",
+        "by_events",
+        "by_replays",
+        "ingress",
+        "ingress_bytes",
+        "limits",
+        "metered",
+        "stored_bytes",
+    )
+
+    def __init__(self, limits: TenantLimits) -> None:
+        self.ingress = self.ingress_bytes = self.stored_bytes = 0
+        self.by_events: Bucket | None = None
+        self.by_bytes: Bucket | None = None
+        self.by_replays: Bucket | None = None
+        self.set_limits(limits)
+
+    def set_limits(self, limits: TenantLimits) -> None:
+        """Put new limits in force; a bucket keeps its tokens as far as they fit."""
+        self.limits = limits
+        self.by_events = Bucket.of(
+            self.by_events, limits.events_per_s, (limits.events_per_s or 0) * limits.burst_s
+        )
+        self.by_bytes = Bucket.of(
+            self.by_bytes, limits.bytes_per_s, (limits.bytes_per_s or 0) * limits.burst_s
+        )
+        replays = limits.replays_per_minute
+        self.by_replays = Bucket.of(
+            self.by_replays, None if replays is None else replays / 60, replays or 0
+        )
+        self.metered = not (
+            self.by_events is None and self.by_bytes is None and limits.storage_bytes is None
+        )
+
+    def idle(self, now_s: float) -> bool:
+        """Whether forgetting this tenant would change no later decision."""
+        if self.ingress or self.stored_bytes:
+            return False
+        buckets = (self.by_events, self.by_bytes, self.by_replays)
+        return all(bucket is None or bucket.full(now_s) for bucket in buckets)
 
 
 def _refused(tenant: str, topic: str, refusal: Refusal) -> Decision:
@@ -578,78 +518,106 @@ def _over(events: int, cap: int, name: str, retry_after_s: float) -> Refusal:
     return Refusal("deferred", name, cap, retry_after_s)
 
 
-# -- window ---------------------------------------------------------------------------------------
+class Bucket:
+    """Tokens flow in at a rate, up to a capacity; each admitted event or byte takes one out.
+
+    >>> bucket = Bucket(rate_per_s=10, capacity=5)
+    >>> bucket.wait_s(5, now_s=0.0); bucket.take(5)
+    0.0
+    >>> bucket.wait_s(1, now_s=0.0), bucket.wait_s(6, now_s=0.0)
+    (0.1, None)
+    """
+
+    __slots__ = ("_at_s", "_tokens", "capacity", "rate_per_s")
+
+    def __init__(self, rate_per_s: float, capacity: float) -> None:
+        self.rate_per_s = rate_per_s
+        self.capacity = capacity
+        self._tokens = capacity
+        self._at_s = -inf
+
+    @classmethod
+    def of(cls, before: Bucket | None, rate_per_s: float | None, burst: float) -> Bucket | None:
+        """The bucket for a new setting: None without a rate, and never fuller than the one before."""
+        if rate_per_s is None:
+            return None
+        # A rate below one event a burst still lets single events through, one at a time.
+        made = cls(rate_per_s, max(burst, 1.0) if rate_per_s else 0.0)
+        if before is not None:
+            made._tokens = min(made.capacity, before._tokens)
+            made._at_s = before._at_s
+        return made
+
+    def wait_s(self, amount: float, now_s: float) -> float | None:
+        """How long until `amount` can be taken: 0 at once, None never."""
+        if amount > self.capacity:
+            return None
+        self._earn(now_s)
+        missing = amount - self._tokens
+        if missing <= SLACK:
+            return 0.0
+        # After a step back, nothing is earned until the clock is where it had been.
+        return missing / self.rate_per_s + (self._at_s - now_s)
+
+    def _earn(self, now_s: float) -> None:
+        if now_s > self._at_s:
+            earned = (now_s - self._at_s) * self.rate_per_s
+            self._tokens = min(self.capacity, self._tokens + earned)
+            self._at_s = now_s
+
+    def ahead_s(self, now_s: float) -> float:
+        """How long the bucket takes to fill up if nothing is taken."""
+        self._earn(now_s)
+        return (self.capacity - self._tokens) / self.rate_per_s if self.rate_per_s else 0.0
+
+    def take(self, amount: float) -> None:
+        """Take out tokens that `wait_s` has just allowed."""
+        self._tokens -= amount
+
+    def full(self, now_s: float) -> bool:
+        """Whether a new bucket would hold the same."""
+        return self.wait_s(self.capacity, now_s) == 0.0
 
 
-MAX_HELD_EVENTS = 1_000_000
-"""Of one consumer that no limit holds back: its leases must still fit the memory."""
-
-
-class Window:
-    """How many events the consumers of one tenant hold together, and how many they may."""
-
-    __slots__ = ("_hungry", "_wake", "held", "limit", "members")
-
-    def __init__(self, limit: int, wake: Callable[[QueueGroup], None]) -> None:
-        self.limit = limit
-        self.held = self.members = 0
-        self._hungry: dict[QueueGroup, None] = {}
-        self._wake = wake
-
-    def room(self, group: QueueGroup) -> int:
-        """How many more may be given out; a group that finds none is woken when there is some."""
-        free = self.limit - self.held
-        if free > 0:
-            return free
-        self._hungry[group] = None
-        return 0
-
-    def returned(self, count: int) -> None:
-        """Events are held no more."""
-        self.held -= count
-        if self._hungry and self.held < self.limit:
-            hungry, self._hungry = self._hungry, {}
-            for group in hungry:  # who waits longest comes first
-                self._wake(group)
+# -- events held by consumers ----------------------------------------------------------------------
 
 
 class TenantCredit:
-    """Gives every consumer its credit, by the limits in force.
+    """Tells every consumer how many events it may hold, by the limits in force.
 
-    >>> from penstock.core.admission import TenantLimits
     >>> limits = AdmissionLimits(tenants={"acme": TenantLimits(max_inflight=5)})
-    >>> windows, worker, guest = TenantCredit(limits, print), Member("w", 0), Member("g", 0)
-    >>> windows.joined(worker, "acme", 2000); windows.joined(guest, "globex", 2000)
+    >>> credit, worker, guest = TenantCredit(limits, print), Member("w", 0), Member("g", 0)
+    >>> credit.joined(worker, "acme", 2000); credit.joined(guest, "globex", 2000)
     >>> worker.max_inflight, worker.window.limit, guest.max_inflight, guest.window
     (2000, 5, 1024, None)
     """
 
     def __init__(self, limits: AdmissionLimits, wake: Callable[[QueueGroup], None]) -> None:
         self.limits = limits
-        self.by_tenant: dict[str, Window] = {}
-        """Of tenants that have consumers and a `max_inflight`."""
+        self.by_tenant: dict[str, CreditWindow] = {}
+        """The windows of tenants that have consumers and a `max_inflight`."""
         self._wake = wake
-        self._wishes: dict[Member, tuple[str, int]] = {}
+        self._wanted: dict[Member, tuple[str, int]] = {}
 
-    def joined(self, member: Member, tenant: str, wish: int) -> None:
-        """A consumer of a tenant would hold up to `wish` events."""
-        self._wishes[member] = tenant, wish
+    def joined(self, member: Member, tenant: str, wanted: int) -> None:
+        """A consumer of a tenant asks to hold up to `wanted` events."""
+        self._wanted[member] = tenant, wanted
         own = self.limits.tenants.get(tenant, self.limits.default).max_inflight
         general = self.limits.max_inflight_per_consumer
         most = MAX_HELD_EVENTS if own is not None or general is None else general
-        member.max_inflight = min(wish, most)
+        member.max_inflight = min(wanted, most)
         if own is None:
             return
         window = self.by_tenant.get(tenant)
         if window is None:
-            window = self.by_tenant[tenant] = Window(own, self._wake)
+            window = self.by_tenant[tenant] = CreditWindow(own, self._wake)
         window.members += 1
         window.held += member.inflight
         member.window = window
 
     def left(self, member: Member) -> None:
-        """A consumer is gone, and whatever it held with it."""
-        tenant, _ = self._wishes.pop(member, ("", 0))
+        """A consumer is gone, and the events it held returned."""
+        tenant, _ = self._wanted.pop(member, ("", 0))
         window, member.window = member.window, None
         if window is None:
             return
@@ -659,10 +627,42 @@ class TenantCredit:
             del self.by_tenant[tenant]
 
     def reload(self, limits: AdmissionLimits) -> None:
-        """Put new limits in force for the consumers that are there; what they hold stays counted."""
+        """Put new limits in force for all consumers; events they hold stay counted."""
         self.limits = limits
         self.by_tenant = {}
-        wishes, self._wishes = self._wishes, {}
-        for member, (tenant, wish) in wishes.items():
+        former, self._wanted = self._wanted, {}
+        for member, (tenant, wanted) in former.items():
             member.window = None
-            self.joined(member, tenant, wish)
+            self.joined(member, tenant, wanted)
+
+
+class CreditWindow:
+    """How many events the consumers of one tenant hold together, and the limit on that.
+
+    Groups look at it when they make leases. A group that finds no room is called when the tenant's
+    consumers settled something, in any group.
+    """
+
+    __slots__ = ("_waiting", "_wake", "held", "limit", "members")
+
+    def __init__(self, limit: int, wake: Callable[[QueueGroup], None]) -> None:
+        self.limit = limit
+        self.held = self.members = 0
+        self._waiting: dict[QueueGroup, None] = {}
+        self._wake = wake
+
+    def room(self, group: QueueGroup) -> int:
+        """How many more events may be leased; a group that finds no room is called when there is some."""
+        free = self.limit - self.held
+        if free > 0:
+            return free
+        self._waiting[group] = None
+        return 0
+
+    def returned(self, count: int) -> None:
+        """Consumers settled or lost that many events."""
+        self.held -= count
+        if self._waiting and self.held < self.limit:
+            waiting, self._waiting = self._waiting, {}
+            for group in waiting:  # the one that waits longest comes first
+                self._wake(group)

@@ -272,7 +272,7 @@ class Rebalance(Generic[P]):
         return msgspec.structs.replace(self._replan(now_s), expelled=expelled)
 
     def _replan(self, now_s: float) -> Changes[P]:
-        """Start a generation: plan anew and ask for what lies with the wrong member."""
+        """Start a generation: make a new plan, and ask for the partitions that the wrong member holds."""
         self.generation += 1
         plan = assign(list(self._holdings), self.members, self.strategy, self.held())
         self._target = {partition: name for name, mine in plan.items() for partition in mine}
@@ -287,7 +287,7 @@ class Rebalance(Generic[P]):
         return self._changes(revoke, [])
 
     def _changes(self, revoke: dict[str, list[P]], expelled: list[str]) -> Changes[P]:
-        """Grant whatever nobody holds to the member it is planned for."""
+        """Grant each partition that no member holds to the member it is planned for."""
         grant: dict[str, list[P]] = {}
         for partition, holding in self._holdings.items():
             target = self._target.get(partition)

@@ -2,10 +2,9 @@
 
 A record's hash covers its content and the previous record's hash, so nothing in the middle can
 change without every later hash changing too; Ed25519-signed checkpoints pin the hashes
-themselves. `penstock.core.audit` checks a chain, `penstock.log.audit_log` stores it, and
-docs/reference/audit.md gives the bytes so that any language can verify.
-
-Proof over an audit chain: walks it link by link and names the first one that is broken.
+themselves. `AuditChain` makes records, `Verifier` walks a stored chain link by link and names the
+first one that is broken; `penstock.log.audit_log` stores the chain. docs/reference/audit.md gives
+the bytes so that any language can verify.
 """
 
 from __future__ import annotations
@@ -26,13 +25,9 @@ from penstock.model.errors import InvalidInput, InvalidSettings
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-# -- audit ----------------------------------------------------------------------------------------
-
-
-State = dict[str, str | int | None]
-
 FORMAT = 1
-GENESIS = "0" * 64  # what the first record names as its predecessor
+FILE_SUFFIX = ".ndjson"
+GENESIS = "0" * 64  # the predecessor that the first record names
 CHECKPOINT_EVERY_RECORDS = 100  # a signature takes about as long as ten records; this is 10 %
 MAX_RECORD_BYTES = 1 << 20  # about 30,000 message ids: more than one line should ask of a reader
 KEY_BYTES = 32  # an Ed25519 seed, and also an Ed25519 public key
@@ -43,6 +38,12 @@ _SEQUENCES = struct.Struct(">QQqq")
 _LENGTH = struct.Struct(">I")
 _INTEGER = struct.Struct(">q")
 _SIGNED = struct.Struct(">QQq")
+
+State = dict[str, str | int | None]
+Kind = Literal["changed", "removed", "reordered", "bad-signature", "truncated", "duplicated"]
+
+
+# -- lines of the audit files ----------------------------------------------------------------------
 
 
 class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,22 +112,19 @@ class AuditFileHeader(
     last_ref_count: int
 
 
-class Head(msgspec.Struct, frozen=True):
-    """A position worth keeping elsewhere: with it, even a cut-off tail is noticed.
-
-    `checkpoint` is the sequence of the newest checkpoint at that time.
-    """
-
-    sequence: int
-    hash: str
-    file: str | None = None
-    checkpoint: int = 0
-
-
 Entry = AuditRecord | Checkpoint | AuditFileHeader
 
 _encoder = msgspec.json.Encoder(order="deterministic")
 _decoder = msgspec.json.Decoder(Entry)
+
+
+def file_name(first_sequence: int) -> str:
+    """The name of the audit file that begins with that record.
+
+    >>> file_name(1)
+    '00000000000000000001.ndjson'
+    """
+    return f"{first_sequence:020d}{FILE_SUFFIX}"
 
 
 def encode_line(entry: Entry) -> bytes:
@@ -141,7 +139,7 @@ def encode_line(entry: Entry) -> bytes:
 def decode_line(line: bytes) -> Entry:
     """The entry a line holds; ValueError unless it is byte for byte what `encode_line` writes.
 
-    Being strict about bytes leaves no room for a second value that only some readers see.
+    With only one form of each line, all readers see the same values.
     """
     entry: Entry = _decoder.decode(line)
     if encode_line(entry) != line:
@@ -149,95 +147,40 @@ def decode_line(line: bytes) -> Entry:
     return entry
 
 
-def _text(value: str) -> bytes:
-    data = value.encode()
-    return _LENGTH.pack(len(data)) + data
+def select(
+    records: Iterable[AuditRecord],
+    *,
+    message: str | None = None,
+    actor: str | None = None,
+    since_us: int | None = None,
+    until_us: int | None = None,
+    operation: str | None = None,
+) -> Iterator[AuditRecord]:
+    """The records about one message, by one actor, of one operation, in `[since_us, until_us)`.
 
-
-def _state(state: Mapping[str, str | int | None]) -> Iterator[bytes]:
-    yield _LENGTH.pack(len(state))
-    for key, value in sorted((key.encode(), value) for key, value in state.items()):
-        yield _LENGTH.pack(len(key)) + key
-        if value is None:
-            yield b"n"
-        elif isinstance(value, str):
-            yield b"s" + _text(value)
-        elif type(value) is int:
-            yield b"i" + _INTEGER.pack(value)
-        else:
-            raise TypeError(f"{type(value).__name__} in a state: use text, whole numbers or None")
-
-
-def canonical(record: AuditRecord) -> bytes:
-    """The bytes a record's hash covers (docs/reference/audit.md has them one by one)."""
-    return b"".join(
-        (
-            _RECORD_TAG,
-            bytes.fromhex(record.prev_hash),
-            _SEQUENCES.pack(record.sequence, record.batch, record.ref, record.at_us),
-            _text(record.actor),
-            _text(record.operation),
-            _text(record.reason),
-            _LENGTH.pack(len(record.targets)),
-            *map(_text, record.targets),
-            *_state(record.prior),
-            *_state(record.result),
-        )
-    )
-
-
-def is_intact(record: AuditRecord) -> bool:
-    """Whether a record still has the hash of its own content."""
-    try:
-        return hashlib.sha256(canonical(record)).hexdigest() == record.hash
-    except (ValueError, TypeError, struct.error):
-        return False
-
-
-class Signer:
-    """An Ed25519 key that signs checkpoints; the 32 seed bytes come from outside.
-
-    >>> signer = Signer(bytes(32))
-    >>> is_signed(b"text", signer.public_key, signer.sign(b"text"))
-    True
+    >>> chain = AuditChain()
+    >>> common = dict(operation="ack", reason="", prior={}, result={}, ref=0)
+    >>> records = [chain.append(at_us=at, actor="ann", targets=[f"t/0/{at}"], **common) for at in range(5)]
+    >>> [record.at_us for record in select(records, since_us=2, until_us=4)]
+    [2, 3]
+    >>> [record.sequence for record in select(records, message="t/0/4")]
+    [5]
     """
-
-    def __init__(self, seed: bytes) -> None:
-        if len(seed) != KEY_BYTES:
-            raise InvalidSettings(
-                f"an audit key has {KEY_BYTES} bytes, this one {len(seed)}. "
-                f"Give {KEY_BYTES} random bytes",
-                size_bytes=len(seed),
-            )
-        self._key = Ed25519PrivateKey.from_private_bytes(seed)
-        self.public_key: str = self._key.public_key().public_bytes_raw().hex()
-
-    def sign(self, data: bytes) -> str:
-        """The signature over the bytes, in hex."""
-        return self._key.sign(data).hex()
+    for record in records:
+        if message is not None and message not in record.targets:
+            continue
+        if actor is not None and actor != record.actor:
+            continue
+        if operation is not None and operation != record.operation:
+            continue
+        if since_us is not None and record.at_us < since_us:
+            continue
+        if until_us is not None and record.at_us >= until_us:
+            continue
+        yield record
 
 
-def is_signed(data: bytes, public_key: str, signature: str) -> bool:
-    """Whether the signature over the bytes was made with that key; hex in lower case only."""
-    try:
-        key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_key))
-        raw = bytes.fromhex(signature)
-        key.verify(raw, data)
-    except (InvalidSignature, ValueError):
-        return False
-    return raw.hex() == signature
-
-
-def signed_bytes(checkpoint: Checkpoint) -> bytes:
-    """The bytes a checkpoint's signature covers."""
-    return b"".join(
-        (
-            _CHECKPOINT_TAG,
-            _SIGNED.pack(checkpoint.sequence, checkpoint.previous, checkpoint.at_us),
-            bytes.fromhex(checkpoint.hash),
-            bytes.fromhex(checkpoint.public_key),
-        )
-    )
+# -- making the chain ------------------------------------------------------------------------------
 
 
 class AuditChain:
@@ -309,7 +252,7 @@ class AuditChain:
         return record
 
     def follow(self, record: AuditRecord) -> bool:
-        """Take over a stored record if it is intact and the next link; False leaves the chain alone."""
+        """Continue with a stored record if it is intact and the next link; False changes nothing."""
         fits = record.sequence == self.sequence + 1 and record.prev_hash == self.hash
         if not fits or not is_intact(record):
             return False
@@ -352,54 +295,110 @@ def _digest(record: AuditRecord) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def select(
-    records: Iterable[AuditRecord],
-    *,
-    message: str | None = None,
-    actor: str | None = None,
-    since_us: int | None = None,
-    until_us: int | None = None,
-    operation: str | None = None,
-) -> Iterator[AuditRecord]:
-    """The records about one message, by one actor, of one operation, in `[since_us, until_us)`.
+def canonical(record: AuditRecord) -> bytes:
+    """The bytes a record's hash covers (docs/reference/audit.md has them one by one)."""
+    return b"".join(
+        (
+            _RECORD_TAG,
+            bytes.fromhex(record.prev_hash),
+            _SEQUENCES.pack(record.sequence, record.batch, record.ref, record.at_us),
+            _text(record.actor),
+            _text(record.operation),
+            _text(record.reason),
+            _LENGTH.pack(len(record.targets)),
+            *map(_text, record.targets),
+            *_state(record.prior),
+            *_state(record.result),
+        )
+    )
 
-    >>> chain = AuditChain()
-    >>> common = dict(operation="ack", reason="", prior={}, result={}, ref=0)
-    >>> records = [chain.append(at_us=at, actor="ann", targets=[f"t/0/{at}"], **common) for at in range(5)]
-    >>> [record.at_us for record in select(records, since_us=2, until_us=4)]
-    [2, 3]
-    >>> [record.sequence for record in select(records, message="t/0/4")]
-    [5]
+
+def _text(value: str) -> bytes:
+    data = value.encode()
+    return _LENGTH.pack(len(data)) + data
+
+
+def _state(state: Mapping[str, str | int | None]) -> Iterator[bytes]:
+    yield _LENGTH.pack(len(state))
+    for key, value in sorted((key.encode(), value) for key, value in state.items()):
+        yield _LENGTH.pack(len(key)) + key
+        if value is None:
+            yield b"n"
+        elif isinstance(value, str):
+            yield b"s" + _text(value)
+        elif type(value) is int:
+            yield b"i" + _INTEGER.pack(value)
+        else:
+            raise TypeError(f"{type(value).__name__} in a state: use text, whole numbers or None")
+
+
+def is_intact(record: AuditRecord) -> bool:
+    """Whether a record still has the hash of its own content."""
+    try:
+        return hashlib.sha256(canonical(record)).hexdigest() == record.hash
+    except (ValueError, TypeError, struct.error):
+        return False
+
+
+class Signer:
+    """An Ed25519 key that signs checkpoints; the 32 seed bytes come from outside.
+
+    >>> signer = Signer(bytes(32))
+    >>> is_signed(b"text", signer.public_key, signer.sign(b"text"))
+    True
     """
-    for record in records:
-        if message is not None and message not in record.targets:
-            continue
-        if actor is not None and actor != record.actor:
-            continue
-        if operation is not None and operation != record.operation:
-            continue
-        if since_us is not None and record.at_us < since_us:
-            continue
-        if until_us is not None and record.at_us >= until_us:
-            continue
-        yield record
+
+    def __init__(self, seed: bytes) -> None:
+        if len(seed) != KEY_BYTES:
+            raise InvalidSettings(
+                f"an audit key has {KEY_BYTES} bytes, this one {len(seed)}. "
+                f"Give {KEY_BYTES} random bytes",
+                size_bytes=len(seed),
+            )
+        self._key = Ed25519PrivateKey.from_private_bytes(seed)
+        self.public_key: str = self._key.public_key().public_bytes_raw().hex()
+
+    def sign(self, data: bytes) -> str:
+        """The signature over the bytes, in hex."""
+        return self._key.sign(data).hex()
 
 
-# -- auditproof -----------------------------------------------------------------------------------
+def signed_bytes(checkpoint: Checkpoint) -> bytes:
+    """The bytes a checkpoint's signature covers."""
+    return b"".join(
+        (
+            _CHECKPOINT_TAG,
+            _SIGNED.pack(checkpoint.sequence, checkpoint.previous, checkpoint.at_us),
+            bytes.fromhex(checkpoint.hash),
+            bytes.fromhex(checkpoint.public_key),
+        )
+    )
 
 
-Kind = Literal["changed", "removed", "reordered", "bad-signature", "truncated", "duplicated"]
+def is_signed(data: bytes, public_key: str, signature: str) -> bool:
+    """Whether the signature over the bytes was made with that key; hex in lower case only."""
+    try:
+        key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_key))
+        raw = bytes.fromhex(signature)
+        key.verify(raw, data)
+    except (InvalidSignature, ValueError):
+        return False
+    return raw.hex() == signature
 
-FILE_SUFFIX = ".ndjson"
+
+# -- verification ----------------------------------------------------------------------------------
 
 
-def file_name(first_sequence: int) -> str:
-    """The name of the audit file that begins with that record.
+class Head(msgspec.Struct, frozen=True):
+    """A position worth keeping elsewhere: with it, even a cut-off tail is noticed.
 
-    >>> file_name(1)
-    '00000000000000000001.ndjson'
+    `checkpoint` is the sequence of the newest checkpoint at that time.
     """
-    return f"{first_sequence:020d}{FILE_SUFFIX}"
+
+    sequence: int
+    hash: str
+    file: str | None = None
+    checkpoint: int = 0
 
 
 class Break(msgspec.Struct, frozen=True):
@@ -420,6 +419,37 @@ class Verdict(msgspec.Struct, frozen=True):
     checkpoints: int
     last: Head
     broken: Break | None = None
+
+
+def verify(
+    records_and_checkpoints: Iterable[Entry],
+    *,
+    public_key: str | None = None,
+    expect_last: Head | None = None,
+) -> Verdict:
+    """Check a whole chain; the verdict names the first broken link.
+
+    `expect_last` is a head kept elsewhere, without which a cut-off tail looks like a shorter chain.
+
+    >>> chain = AuditChain()
+    >>> records = [
+    ...     chain.append(at_us=n, actor="ann", operation="ack", targets=[], reason="", prior={}, result={}, ref=n)
+    ...     for n in range(1, 4)
+    ... ]
+    >>> verify(records).ok
+    True
+    >>> broken = verify([records[0], records[2]]).broken
+    >>> broken.kind, broken.sequence
+    ('removed', 2)
+    >>> verify(records[:2], expect_last=Head(3, chain.hash)).broken.kind
+    'truncated'
+    """
+    verifier = Verifier(public_key=public_key)
+    if expect_last is not None:
+        verifier.expect(expect_last)
+    for entry in records_and_checkpoints:
+        verifier.feed(entry)
+    return verifier.finish()
 
 
 class Verifier:
@@ -445,11 +475,11 @@ class Verifier:
         self._broken: Break | None = None
 
     def expect(self, head: Head) -> None:
-        """Name a place the chain must pass through; call before feeding."""
+        """Add a head that the chain must pass through; call it before `feed`."""
         self._expect.setdefault(head.sequence, []).append(head)
 
     def feed(self, entry: Entry, *, file: str | None = None, line: int | None = None) -> None:
-        """Check the next entry; `file` and `line` say where it stands."""
+        """Check the next entry; `file` and `line` say where it is."""
         if self._broken is not None:
             self._look_for_moved(entry)
             return
@@ -470,12 +500,12 @@ class Verifier:
     def fail(
         self, kind: Kind, explanation: str, *, file: str | None, line: int | None = None
     ) -> None:
-        """Report something the caller found: an unreadable line, a missing file."""
+        """Report a break that the caller found: an unreadable line, a missing file."""
         if self._broken is None:
             self._broken = Break(self._sequence + 1, kind, explanation, file, line)
 
     def finish(self) -> Verdict:
-        """The verdict once everything was fed."""
+        """The verdict, after all entries."""
         for sequence in sorted(self._expect):
             for head in self._expect[sequence]:
                 if self._broken is None:
@@ -624,35 +654,3 @@ class Verifier:
             self._fail("truncated", missing, f"checkpoint {missing} is missing at the end")
         elif gone:
             self._fail("removed", self._sequence + 1, "the last file is missing", head.file)
-
-
-def verify(
-    records_and_checkpoints: Iterable[Entry],
-    *,
-    public_key: str | None = None,
-    expect_last: Head | None = None,
-) -> Verdict:
-    """Check a whole chain; the verdict names the first broken link.
-
-    `expect_last` is a head kept elsewhere, without which a cut-off tail looks like a shorter chain.
-
-    >>> from penstock.core.audit import AuditChain
-    >>> chain = AuditChain()
-    >>> records = [
-    ...     chain.append(at_us=n, actor="ann", operation="ack", targets=[], reason="", prior={}, result={}, ref=n)
-    ...     for n in range(1, 4)
-    ... ]
-    >>> verify(records).ok
-    True
-    >>> broken = verify([records[0], records[2]]).broken
-    >>> broken.kind, broken.sequence
-    ('removed', 2)
-    >>> verify(records[:2], expect_last=Head(3, chain.hash)).broken.kind
-    'truncated'
-    """
-    verifier = Verifier(public_key=public_key)
-    if expect_last is not None:
-        verifier.expect(expect_last)
-    for entry in records_and_checkpoints:
-        verifier.feed(entry)
-    return verifier.finish()

@@ -1,18 +1,14 @@
-"""The delivery machine: one queue group, from the first lease to ack or dead letter.
+"""The delivery machine of a queue group: who gets which event, and when again, until it is acked or dead.
 
-Pure: offsets, members and the time come in; leases, journal entries and doomed events come out.
+Pure: offsets, members and the time come in; leases, journal entries and dead events come out.
 Nothing here reads an event, a file or a clock. The owner writes `drain()` to the journal and only
-then hands the leases to the members, so an attempt is counted before anybody sees it.
+then hands the leases to the members, so an attempt is counted before the consumer sees the event.
 
-Interventions: what operators do to a group's events while consumers are at work.
+Operators change a group while consumers are at work: `withdraw`, `revive`, `reset`, `end`.
 
-They are part of the delivery machine (penstock.core.delivery) and use its inner parts.
-
-Taking up: the delivery machine of a group before and after its process died.
-
-`ledgers` says what a machine owes, `restore` builds one that owes the same, `adopt` gives a holder
-that came back what it held, and `release` ends the wait for the rest. `take_back` is for a member that
-only lost its connection. They are part of the machine (penstock.core.delivery) and use its inner parts.
+After a crash, `restore` builds a machine that owes what `ledgers` said. What was leased then waits
+for its holders: `reclaim` gives a holder that is back what it held, `expire_unclaimed` ends the wait.
+`return_unheld` is for a member that lost only its connection.
 """
 
 from __future__ import annotations
@@ -50,17 +46,19 @@ from penstock.core.lease import (
 from penstock.core.ordering import MAX_HELD_EVENTS, PRIORITY_WINDOW_EVENTS, KeyGate, Priorities
 from penstock.core.state import AT_ONCE_MS, Ledger, Open
 
-# -- delivery -------------------------------------------------------------------------------------
-
-
 # Largest run under one lease: big enough that leases are rare, small enough to share among members.
 MAX_LEASE_EVENTS = 1_024
 # What an entry may take in the journal: three names of 128 bytes and some numbers; and a run of acks.
 ENTRY_BYTES = 512
 RUN_BYTES = 20
-# A thousand years: times in microseconds have room for it many times over.
+# The reason of an attempt that ended because the consumer is back and does not have the event.
+BACK_WITHOUT = "its consumer came back without it"
 
 Peek = Callable[[Lane, int, int], Sequence[bytes | None] | Sequence[int] | None]
+"""Keys or priorities of `count` events from an offset on; None when they must be loaded first."""
+Handed = Callable[[int, int, int], Sequence[tuple[int, int]] | None]
+"""Of the events from start to stop that were leased for this attempt, the stretches that a consumer
+was handed; None when that is not known."""
 
 
 class QueueGroup:
@@ -83,54 +81,59 @@ class QueueGroup:
         self.name = name
         self.spec = spec
         self.fence = fence
+        """The number of the next lease."""
         self.lanes: dict[tuple[str, int], Lane] = {}
         self.members: dict[str, Member] = {}
+        self.leases: dict[int, Lease] = {}
+        self.unread = 0
+        """Events of all lanes that were never handed out."""
         self.doomed: list[Doomed] = []
-        """Events out of attempts or rejected; the owner buries them and says `buried`."""
+        """Events rejected or out of attempts; the owner stores them as dead letters and calls `buried`."""
+        self.failures = [0] * (FENCED + 1)
+        """Failures by state; a dispatcher gives all its groups one list."""
         self.peek_keys: Peek = lambda lane, start, count: None
         self.peek_priorities: Peek = lambda lane, start, count: None
         self.starved: Run | None = None
         """A run whose keys or priorities must be loaded before dispatch can go on."""
         self.mark: Callable[[Lease], MutableSequence[int]] = lambda lease: [0]
         """Gives a lease the place where its owner notes how far it was handed out."""
-        self.leases: dict[int, Lease] = {}
-        self.failures = [0] * (FENCED + 1)  # by state; a dispatcher lends all its groups one list
         self._entries: list[Entry] = []
+        """Entries for the journal, except acks."""
         self._dirty: dict[int, Lease] = {}
-        self._turn: deque[Member] = deque()
-        self.unread = 0
-        """Events of all lanes that were never handed out."""
-        self._work: deque[Lane] = deque()
-        self._urgent: deque[Lane] = deque()
+        """Leases with acks that are not in the journal yet."""
+        self._rotation: deque[Member] = deque()
+        """Members in the order in which they get the next lease."""
+        self._plain_lanes: deque[Lane] = deque()
+        self._urgent_lanes: deque[Lane] = deque()
         """Lanes in line whose priorities are compared first."""
         self._ready: deque[Run] = deque()
-        self._unseen: deque[Run] = deque()
+        """Runs that may go out now."""
+        self._unexamined: deque[Run] = deque()
+        """Runs whose keys or priorities must be looked at first."""
         self._retries: list[tuple[float, int, Run]] = []
+        """A heap of runs that wait for their time; the number keeps those of one time in order."""
         self._retry_number = 0
         self._checks: list[tuple[float, int]] = []
-        self._dying: dict[tuple[Lane, int], int] = {}
+        """A heap of times when the lease of a fence may run out."""
+        self._dead: dict[tuple[Lane, int], int] = {}
+        """Dead events that are not stored as dead letters yet, with their attempts."""
         self._gate = KeyGate() if spec.order == "key" else None
         self._priorities = Priorities()
-        self._later: dict[tuple[Lane, int], float] = {}
-        """When events whose keys are not known yet may come again."""
+        self._not_before: dict[tuple[Lane, int], float] = {}
+        """The time of the next attempt of events whose keys are not known yet."""
         self._leased_before: deque[Run] = deque()
         """Leased when the process died, and kept for their holders: their keys must be known first."""
-        self._unlooked: dict[tuple[Lane, int], bool] = {}
-        """Of these, each whose key is not known yet, and whether it still is in somebody's way."""
+        self._unknown_keys: dict[tuple[Lane, int], bool] = {}
+        """Of these, each whose key is not known yet, and whether other events must wait for it."""
         self._absent: dict[str, Member] = {}
-        """Who held something before a crash: it waits until they are back or its time is up."""
-
-    # -- what comes in -------------------------------------------------------------------------
+        """Holders of leases from before a crash, until they are back or the time of the leases is up."""
 
     @property
     def blind(self) -> bool:
-        """Whether events are handed out as they come, whatever their keys and priorities."""
+        """Whether events are handed out as they come, without a look at keys and priorities."""
         return self._gate is None and not self._prioritised
 
-    @property
-    def _prioritised(self) -> bool:
-        """Whether something that waits may have a priority."""
-        return bool(self._urgent or self._unseen or self._priorities or self.starved)
+    # -- lanes and members --------------------------------------------------------------------------
 
     def lane(
         self, topic: str, partition: int, *, cursor: int, end: int, urgent_to: int = 0
@@ -147,41 +150,25 @@ class QueueGroup:
             lane.urgent_to = max(lane.urgent_to, end)
         self._queue(lane)
 
-    def _queue(self, lane: Lane) -> None:
-        """Put a lane in its line if it has something; to be called whenever its cursor or end moved."""
-        unread = max(0, lane.end - lane.cursor)
-        self.unread += unread - lane.unread
-        lane.unread = unread
-        line = self._line_of(lane) if unread else None
-        if lane.line is line:
-            return
-        if lane.line is not None:
-            lane.line.remove(lane)
-        lane.line = line
-        if line is not None:
-            line.append(lane)
-
-    def _line_of(self, lane: Lane) -> deque[Lane]:
-        # With an order by key, keys come before priorities.
-        return self._urgent if lane.urgent and self._gate is None else self._work
-
     def join(self, member_id: str, max_inflight: int, now: float = 0.0) -> Member:
-        """A consumer offers to hold up to `max_inflight` events; who is there as this one leaves."""
+        """Add a consumer that holds up to `max_inflight` events; a former one of its name leaves."""
         if member_id in self.members:
             self.leave(member_id, now)
         member = self.members[member_id] = Member(member_id, max_inflight)
-        self._turn.append(member)
+        self._rotation.append(member)
         return member
 
     def leave(self, member_id: str, now: float) -> None:
-        """A consumer goes; what it held returns. Only what it was handed costs an attempt."""
+        """Remove a consumer; its events return. Only those that it was handed cost an attempt."""
         member = self.members.pop(member_id)
-        self._turn.remove(member)
+        self._rotation.remove(member)
         for lease in sorted(member.leases.values(), key=_first):
             for index in range(lease.count):
                 if lease.states[index] == OUT and lease.handed(index):
                     self._fail(lease, index, RETURNED, now, 0.0, "the consumer left")
-            self._take_unhanded(lease, now)
+            self._return_unhanded(lease, now)
+
+    # -- settling -----------------------------------------------------------------------------------
 
     def ack(self, lease: Lease, index: int, now: float) -> None:
         """An event is done."""
@@ -207,7 +194,7 @@ class QueueGroup:
         return True
 
     def ack_now(self, lease: Lease, index: int, now: float) -> Acked:
-        """The same, for a transaction: the entry is returned instead of waiting for `drain`."""
+        """Ack in a transaction: returns the entry instead of leaving it to `drain`."""
         self.check(lease, index, now)
         self._close(lease, index, ACKED)
         self._settled(lease.lane, lease.start + index)
@@ -227,12 +214,12 @@ class QueueGroup:
         self._fail(lease, index, NACKED, now, delay_s, reason)
 
     def give_back(self, lease: Lease, index: int, now: float) -> None:
-        """The member did not work on an event, or not to an end: again at once, no attempt counted."""
+        """The member did not finish work on an event: again at once, no attempt counted."""
         self.check(lease, index, now)
         self._return(lease, index, 1, now)
 
     def reject(self, lease: Lease, index: int, now: float, reason: str = "rejected") -> None:
-        """An event is hopeless: dead without further attempts."""
+        """An event is dead without further attempts."""
         self.check(lease, index, now)
         self._close(lease, index, REJECTED)
         self.failures[REJECTED] += 1
@@ -252,16 +239,24 @@ class QueueGroup:
         return sooner
 
     def look_at(self, lease: Lease, due: float) -> None:
-        """A lease may run out earlier than others that were made when it was."""
+        """A lease may run out at `due`, earlier than the time noted when it was made."""
         heapq.heappush(self._checks, (due, lease.fence))
 
+    def check(self, lease: Lease, index: int, now: float) -> None:
+        """Raise the error that settling this event now would raise."""
+        if lease.states[index] == OUT:
+            if index >= len(lease.deadlines) or now < lease.deadlines[index]:
+                return
+            self._fail(lease, index, EXPIRED, now, None, "the lease ran out")
+        raise lease.refusal(index)
+
     def buried(self, lane: Lane, offset: int) -> None:
-        """A doomed event is stored among the dead letters."""
-        # After a reset it may be out again: what became of it before must not let its key go on.
-        if self._dying.pop((lane, offset), None) is not None:
+        """A dead event is stored as a dead letter."""
+        # After a reset it may be out again, and its key must then wait for the new delivery.
+        if self._dead.pop((lane, offset), None) is not None:
             self._settled(lane, offset)
 
-    # -- what goes out -------------------------------------------------------------------------
+    # -- leasing ------------------------------------------------------------------------------------
 
     def dispatch(self, now: float) -> list[Lease]:
         """Leases for the members that have credit; hand them over after `drain()` is durable."""
@@ -274,8 +269,23 @@ class QueueGroup:
             leases.append(self._lease(run, member, now))
         return leases
 
+    def next_due(self) -> float | None:
+        """When `dispatch` should be called even if nothing happens."""
+        times = [heap[0][0] for heap in (self._retries, self._checks) if heap]
+        return min(times) if times else None
+
+    def loaded(self) -> None:
+        """The keys or priorities of `starved` are there now."""
+        run, self.starved = self.starved, None
+        if run is None:
+            return
+        if self._gate is not None:
+            self._through_gate(run)
+        else:
+            self._compare(run)
+
     def drain(self) -> list[Entry]:
-        """Everything that happened since the last call, to be written to the journal."""
+        """Entries about everything since the last call, for the journal."""
         entries = self._entries
         for lease in self._dirty.values():
             lane = lease.lane
@@ -292,18 +302,295 @@ class QueueGroup:
         runs = sum(len(lease.dirty) for lease in self._dirty.values())
         return ENTRY_BYTES * (len(self._entries) + len(self._dirty)) + RUN_BYTES * runs
 
-    def next_due(self) -> float | None:
-        """When `dispatch` should be called even if nothing happens."""
-        times = [heap[0][0] for heap in (self._retries, self._checks) if heap]
-        return min(times) if times else None
-
     def outstanding(self) -> int:
         """Events handed out or waiting for another attempt."""
         return sum(run.count for run in self.unsettled())
 
-    # -- inside --------------------------------------------------------------------------------
+    def unsettled(self) -> Iterable[Run]:
+        """Every event handed out or waiting for another attempt, as runs."""
+        for lease in self.leases.values():
+            for index in range(lease.count):
+                if lease.states[index] == OUT:
+                    yield Run(lease.lane, lease.start + index, 1, lease.attempt)
+        yield from self.waiting()
+
+    def waiting(self) -> Iterable[Run]:
+        """Every event begun that no member holds: it waits for an attempt, a key or its turn."""
+        for (lane, offset), attempts in self._dead.items():
+            yield Run(lane, offset, 1, attempts)
+        yield from self._ready
+        yield from self._unexamined
+        yield from self._priorities.waiting()
+        if self._gate is not None:
+            yield from self._gate.waiting()
+        if self.starved is not None and not self._wants_keys_only(self.starved):
+            yield self.starved
+        yield from (run for _, _, run in self._retries)
+
+    # -- operators ----------------------------------------------------------------------------------
+
+    def withdraw(self, lane: Lane, offset: int) -> None:
+        """An operator settles an event: its holder may no longer settle it."""
+        # The event may never have been leased; then only this entry tells a replay that it was begun.
+        self._entries.append(
+            Retried(self.name, lane.topic, lane.partition, offset, 1, 0, AT_ONCE_MS)
+        )
+        if offset >= lane.cursor:
+            self._set_apart(lane, offset)
+        for lease in list(self.leases.values()):
+            index = offset - lease.start
+            if lease.lane is lane and 0 <= index < lease.count and lease.states[index] == OUT:
+                self._close(lease, index, REJECTED)
+        waiting, self._retries = self._retries, []
+        for due, _, run in sorted(waiting, key=lambda item: item[:2]):
+            for part in run.without(lane, offset):  # after a restart it may be one of several
+                self._wait(part, due)
+        self._ready = deque(part for run in self._ready for part in run.without(lane, offset))
+        self._unexamined = deque(
+            part for run in self._unexamined for part in run.without(lane, offset)
+        )
+        self._priorities.withdraw(lane, offset)
+        self._dead.pop((lane, offset), None)
+        self._not_before.pop((lane, offset), None)
+        self.doomed = [each for each in self.doomed if (each.lane, each.offset) != (lane, offset)]
+        if self.starved is not None and self.starved.holds(lane, offset):
+            self._unexamined.extendleft(reversed(self.starved.without(lane, offset)))
+            self.starved = None
+        if self._gate is None or not self._gate.withdraw(lane, offset):
+            self._settled(lane, offset)
+
+    def revive(self, lane: Lane, offset: int, now: float) -> None:
+        """Deliver a dead letter again, with all attempts."""
+        if offset >= lane.cursor or any(run.holds(lane, offset) for run in self.unsettled()):
+            return  # a reset has brought it back already
+        lane.known = max(lane.known, lane.cursor)
+        run = Run(lane, offset, 1, 0)
+        if self._gate is None:
+            self._again(run, now, 0.0)
+            return
+        # Its key was freed when it was stored as a dead letter: it waits for its turn like any other.
+        self._entries.append(Retried(self.name, lane.topic, lane.partition, offset, 1, 0, 0))
+        self._unexamined.append(run)
+
+    def reset(self, lane: Lane, offset: int) -> None:
+        """Read a lane from another offset; leases on it are void."""
+        for lease in [lease for lease in self.leases.values() if lease.lane is lane]:
+            self._fence(lease)
+            self._dirty.pop(lease.fence, None)
+        self._retries = [item for item in self._retries if item[2].lane is not lane]
+        heapq.heapify(self._retries)
+        self._ready = deque(run for run in self._ready if run.lane is not lane)
+        self._unexamined = deque(run for run in self._unexamined if run.lane is not lane)
+        self._leased_before = deque(run for run in self._leased_before if run.lane is not lane)
+        for places in (self._unknown_keys, self._not_before):
+            for place in [place for place in places if place[0] is lane]:
+                del places[place]
+        self._dead = {place: made for place, made in self._dead.items() if place[0] is not lane}
+        self.doomed = [doomed for doomed in self.doomed if doomed.lane is not lane]
+        if self.starved is not None and self.starved.lane is lane:
+            self.starved = None
+        self._priorities.forget(lane)
+        if self._gate is not None:
+            self._gate.forget(lane)
+        lane.known = max(lane.known, lane.cursor)
+        lane.looked_to = 0
+        lane.cursor = offset
+        self._queue(lane)
+
+    def end(self) -> None:
+        """The group is deleted: its leased events can no longer be settled."""
+        for lease in list(self.leases.values()):
+            self._fence(lease)
+        self.doomed.clear()
+
+    # -- restarts and lost connections --------------------------------------------------------------
+
+    def ledgers(self, now: float) -> dict[tuple[str, int], Ledger]:
+        """Unsettled events of each lane; the same as replaying every entry would give."""
+        waits = {id(run): due - now for due, _, run in self._retries}
+        ledgers = {place: Ledger(lane.cursor) for place, lane in self.lanes.items()}
+        for run in sorted(self.unsettled(), key=lambda run: run.start):
+            ledger = ledgers[run.lane.topic, run.lane.partition]
+            delay_ms = max(0, round(waits.get(id(run), 0.0) * 1_000))
+            ledger.retried(run.start, run.count, run.made, delay_ms)
+            for offset in range(run.start, run.start + run.count if self._not_before else 0):
+                due = self._not_before.get((run.lane, offset), now)
+                if due > now:
+                    ledger.retried(offset, 1, run.made, round((due - now) * 1_000))
+        return ledgers
+
+    def restore(
+        self,
+        topic: str,
+        partition: int,
+        ledger: Ledger,
+        end: int,
+        now: float,
+        hold_s: float = 0.0,
+        handed: Handed = lambda start, stop, attempt: None,
+        urgent_to: int = 0,
+    ) -> Lane:
+        """Start serving a lane from where a ledger says it stood.
+
+        Events leased when the process died are delivered again at once, or after `hold_s`: until then
+        their holder may `reclaim` them. An attempt is counted for those that a consumer was `handed`.
+        """
+        lane = self.lane(
+            topic, partition, cursor=ledger.high, end=max(end, ledger.high), urgent_to=urgent_to
+        )
+        for run in ledger.open():
+            if run.delay_ms or not run.made:
+                self._resume(
+                    Run(lane, run.start, run.stop - run.start, run.made), run.delay_ms, now
+                )
+                continue
+            for start, stop, given in _parts(run, handed(run.start, run.stop, run.made)):
+                leased = Run(lane, start, stop - start, run.made - 1)
+                if hold_s:
+                    self._hold_for(leased, run.holder, now + hold_s, given=given)
+                    continue
+                again = leased._replace(made=run.made) if given else leased
+                self._entries.append(
+                    Retried(self.name, topic, partition, start, again.count, again.made, AT_ONCE_MS)
+                )
+                self._resume(again, AT_ONCE_MS, now)
+        return lane
+
+    def reclaim(
+        self, lane: Lane, start: int, count: int, attempt: int, member: Member, now: float
+    ) -> Lease | None:
+        """A holder is back after a crash: it gets a new lease on those events that no other member got."""
+        lease = Lease(self.fence, Run(lane, start, count, attempt - 1), member)
+        lease.states = bytearray([RETURNED]) * count
+        lease.open = 0
+        for parked in self._waiting_for(self._absent):
+            if parked.lane is not lane or parked.attempt != attempt:
+                continue
+            first, last = max(start, parked.start), min(start + count, parked.start + parked.count)
+            for offset in range(first, last):
+                if parked.states[offset - parked.start] == OUT:
+                    self._close(parked, offset - parked.start, RETURNED)
+                    lease.states[offset - start] = OUT
+                    lease.open += 1
+        if not lease.open:
+            return None
+        self.fence += 1
+        self.leases[lease.fence] = member.leases[lease.fence] = lease
+        member.took(lease.open)
+        heapq.heappush(self._checks, (now + self.spec.lease_s, lease.fence))
+        return lease
+
+    def expire_unclaimed(self, now: float, holder: str | None = None) -> None:
+        """This holder, or all, are back: deliver at once again what they did not reclaim.
+
+        It counts as an attempt where it was handed out, or where that is not known.
+        """
+        for parked in self._waiting_for(self._absent if holder is None else (holder,)):
+            for index in range(parked.count if parked.counted else 0):
+                if parked.states[index] == OUT:
+                    self._fail(parked, index, RETURNED, now, 0.0, BACK_WITHOUT)
+            self._return_unhanded(parked, now)
+
+    def return_unheld(
+        self,
+        member: Member,
+        kept: Mapping[int, Collection[int]],
+        now: float,
+        reason: str = BACK_WITHOUT,
+    ) -> None:
+        """A member has only these events, by lease: the rest of its leases is delivered again at once.
+
+        That includes events on their way to it, so that none overtakes a lost one. An attempt is
+        counted only for events that it said it had.
+        """
+        for lease in list(member.leases.values()):
+            lane, has = lease.lane, kept.get(lease.fence, ())
+            lost = [at for at in range(lease.count) if lease.states[at] == OUT and at not in has]
+            if lost:
+                lane.known = max(lane.known, lane.cursor)
+            for index in filter(lease.handed, lost):
+                self._fail(lease, index, RETURNED, now, 0.0, reason)
+            self._return_each(lease, [index for index in lost if not lease.handed(index)], now)
+
+    def _hold_for(self, run: Run, holder: str, until: float, *, given: bool) -> None:
+        """Keep events for the member that had them when the process died."""
+        absent = self._absent.setdefault(holder, Member(holder, 0))
+        for start in range(run.start, run.start + run.count, MAX_LEASE_EVENTS):
+            count = min(MAX_LEASE_EVENTS, run.start + run.count - start)
+            lease = Lease(self.fence, run._replace(start=start, count=count), absent)
+            self.fence += 1
+            lease.deadlines = [until] * count
+            lease.counted = given
+            if given:
+                self.mark(lease)[0] = start + count
+            self.leases[lease.fence] = absent.leases[lease.fence] = lease
+            heapq.heappush(self._checks, (until, lease.fence))
+        if self._gate is not None:
+            self._leased_before.append(run)
+            self._unknown_keys.update(
+                ((run.lane, offset), True) for offset in range(run.start, run.start + run.count)
+            )
+
+    def _waiting_for(self, holders: Iterable[str]) -> list[Lease]:
+        """The leases kept for these holders."""
+        absent = (self._absent[holder] for holder in holders if holder in self._absent)
+        return [lease for member in absent for lease in member.leases.values()]
+
+    def _resume(self, run: Run, delay_ms: int, now: float) -> None:
+        """Let events wait for their next attempt, if they have one left."""
+        offsets = range(run.start, run.start + run.count)
+        due = now + delay_ms / 1_000 if delay_ms > AT_ONCE_MS else None
+        if self.spec.retry.exhausted(run.made):
+            for offset in offsets:
+                self._doom(run.lane, offset, run.made, "out of attempts when the bus stopped")
+        elif self._gate is not None:
+            self._unexamined.append(run)  # in offset order, so that keys keep theirs
+            if due is not None:
+                self._not_before.update(((run.lane, offset), due) for offset in offsets)
+        elif due is not None:
+            self._wait(run, due)
+        else:
+            self._again_now(run)
+
+    # -- lanes in line ------------------------------------------------------------------------------
+
+    def _queue(self, lane: Lane) -> None:
+        """Put a lane in its line if it has unread events; call it whenever its cursor or end moved."""
+        unread = max(0, lane.end - lane.cursor)
+        self.unread += unread - lane.unread
+        lane.unread = unread
+        line = self._line_of(lane) if unread else None
+        if lane.line is line:
+            return
+        if lane.line is not None:
+            lane.line.remove(lane)
+        lane.line = line
+        if line is not None:
+            line.append(lane)
+
+    def _line_of(self, lane: Lane) -> deque[Lane]:
+        # With an order by key, keys come before priorities.
+        return self._urgent_lanes if lane.urgent and self._gate is None else self._plain_lanes
+
+    def _pull(self, limit: int) -> Run | None:
+        """The next events that were never handed out (or came back from recovery)."""
+        if self._gate is not None and self._unexamined:
+            return cut(self._unexamined, limit)
+        # Urgent lanes wait in `_priorities`, or for their priorities to be loaded.
+        return self._advance(self._plain_lanes, limit) if self._plain_lanes else None
+
+    def _advance(self, line: deque[Lane], limit: int) -> Run:
+        lane = line.popleft()
+        lane.line = None
+        run = Run(lane, lane.cursor, min(limit, lane.end - lane.cursor), 0)
+        lane.cursor += run.count
+        self._queue(lane)  # at the back: lanes take turns
+        return run
+
+    # -- choosing what goes out ---------------------------------------------------------------------
 
     def _tick(self, now: float) -> None:
+        """Release retries that are due, and end leases that ran out."""
         while self._retries and self._retries[0][0] <= now:
             self._again_now(heapq.heappop(self._retries)[2])
         while self._checks and self._checks[0][0] <= now:
@@ -318,12 +605,6 @@ class QueueGroup:
                     self._checks, (now + self.spec.lease_s if due is None else due, fence)
                 )
 
-    def _again_now(self, run: Run) -> None:
-        """Something may go out again, more urgent things before it."""
-        others = self._urgent or self._unseen or self._priorities or self.starved
-        urgent = self._gate is None and bool(others or run.start < run.lane.urgent_to)
-        (self._unseen if urgent else self._ready).append(run)
-
     def _expire(self, lease: Lease, now: float) -> None:
         for index in lease.expiring(now):
             if lease.counted:
@@ -335,15 +616,15 @@ class QueueGroup:
         if self.spec.order == "single":
             first = next((each for each in self.members.values() if not each.away), None)
             return first if first is not None and first.ready(self) else None
-        for _ in range(len(self._turn)):
-            member = self._turn[0]
-            self._turn.rotate(-1)
+        for _ in range(len(self._rotation)):
+            member = self._rotation[0]
+            self._rotation.rotate(-1)
             if member.ready(self):
                 return member
         return None
 
     def _share(self, member: Member) -> int:
-        """What one member takes at a time: all it has credit for, unless others want some too."""
+        """How many events one member takes at a time: its credit, less when there are other members."""
         credit = min(member.max_inflight - member.inflight, MAX_LEASE_EVENTS)
         if len(self.members) <= 1 or self.spec.order == "single":
             return credit
@@ -353,31 +634,38 @@ class QueueGroup:
         if self._gate is not None:
             self._fill_gate(limit)
         elif self._prioritised:
-            self._unseen += self._ready  # what comes again is compared with the rest
+            self._unexamined += self._ready  # repeated events are compared with the rest
             self._ready.clear()
             run = self._next_urgent(limit)
             if run is not None or self.starved is not None:
                 return run
         if self._ready:
             return cut(self._ready, limit)
-        # What a gate leaves waits for its key, or for its keys to be loaded.
+        # With a gate, all other events wait for their key, or for keys to be loaded.
         return self._pull(limit) if self._gate is None else None
 
+    @property
+    def _prioritised(self) -> bool:
+        """Whether events that wait may have a priority."""
+        return bool(self._urgent_lanes or self._unexamined or self._priorities or self.starved)
+
     def _next_urgent(self, limit: int) -> Run | None:
+        """The events of the highest priority within the window; None while priorities must be loaded."""
         while self.starved is None and len(self._priorities) < PRIORITY_WINDOW_EVENTS:
-            if self._unseen:
-                run = cut(self._unseen, PRIORITY_WINDOW_EVENTS)
-            elif self._urgent:
-                ahead = self._urgent[0].urgent_to - self._urgent[0].cursor
-                run = self._advance(self._urgent, min(PRIORITY_WINDOW_EVENTS, ahead))
+            if self._unexamined:
+                run = cut(self._unexamined, PRIORITY_WINDOW_EVENTS)
+            elif self._urgent_lanes:
+                ahead = self._urgent_lanes[0].urgent_to - self._urgent_lanes[0].cursor
+                run = self._advance(self._urgent_lanes, min(PRIORITY_WINDOW_EVENTS, ahead))
             else:
                 break
             if not self._compare(run):
                 break
-        # What must be loaded first may be more urgent than all that was looked at.
+        # Events whose priorities must be loaded may be more urgent than all those examined.
         return self._priorities.pop(limit) if self.starved is None else None
 
     def _compare(self, run: Run) -> bool:
+        """Put a run in line by priority; False when its priorities must be loaded first."""
         lane = run.lane
         if run.start < lane.urgent_to:
             priorities = self.peek_priorities(lane, run.start, run.count)
@@ -404,33 +692,33 @@ class QueueGroup:
             ready += self._through_gate(run)
 
     def _through_gate(self, run: Run) -> int:
-        """Let a run pass as far as its keys are free; returns how many events may go out now."""
+        """Offer a run to the gate; returns how many events may go out now."""
         assert self._gate is not None
         lane = run.lane
         keys = self.peek_keys(lane, run.start, run.count)
         if keys is None:
             self.starved = run
             return 0
-        if self._only_looked_at(run):
+        if self._wants_keys_only(run):
             for offset, key in enumerate(keys, run.start):
-                if self._unlooked.pop((lane, offset), False):
+                if self._unknown_keys.pop((lane, offset), False):
                     self._gate.occupy(lane, offset, key)  # type: ignore[arg-type]
             return 0
         free = self._gate.offer(lane, run.start, run.made, keys)  # type: ignore[arg-type]
         return sum(map(self._free, free))
 
-    def _only_looked_at(self, run: Run) -> bool:
-        """Whether a run is leased out since before a crash, and only its keys are wanted."""
-        return (run.lane, run.start) in self._unlooked
+    def _wants_keys_only(self, run: Run) -> bool:
+        """Whether a run is still leased out since before a crash, so that only its keys are needed."""
+        return (run.lane, run.start) in self._unknown_keys
 
     def _free(self, run: Run) -> int:
-        """Nothing of their keys is in the way of these events; returns how many may go out now."""
-        if not self._later:
+        """The keys of these events are free; returns how many may go out now."""
+        if not self._not_before:
             self._ready.append(run)
             return run.count
         ready = 0
         for offset in range(run.start, run.start + run.count):
-            due = self._later.pop((run.lane, offset), None)
+            due = self._not_before.pop((run.lane, offset), None)
             one = run._replace(start=offset, count=1)
             if due is None:
                 self._ready.append(one)
@@ -438,31 +726,6 @@ class QueueGroup:
             else:
                 self._wait(one, due)
         return ready
-
-    def loaded(self) -> None:
-        """What `starved` asked for can be peeked at now."""
-        run, self.starved = self.starved, None
-        if run is None:
-            return
-        if self._gate is not None:
-            self._through_gate(run)
-        else:
-            self._compare(run)
-
-    def _pull(self, limit: int) -> Run | None:
-        """The next events that were never handed out (or came back from recovery)."""
-        if self._gate is not None and self._unseen:
-            return cut(self._unseen, limit)
-        # Urgent lanes wait in `_priorities`, or for their priorities to be loaded.
-        return self._advance(self._work, limit) if self._work else None
-
-    def _advance(self, line: deque[Lane], limit: int) -> Run:
-        lane = line.popleft()
-        lane.line = None
-        run = Run(lane, lane.cursor, min(limit, lane.end - lane.cursor), 0)
-        lane.cursor += run.count
-        self._queue(lane)  # at the back: lanes take turns
-        return run
 
     def _lease(self, run: Run, member: Member, now: float) -> Lease:
         lease = Lease(self.fence, run, member)
@@ -477,13 +740,7 @@ class QueueGroup:
         )  # fmt: skip
         return lease
 
-    def check(self, lease: Lease, index: int, now: float) -> None:
-        """Raise what settling this event now would raise."""
-        if lease.states[index] == OUT:
-            if index >= len(lease.deadlines) or now < lease.deadlines[index]:
-                return
-            self._fail(lease, index, EXPIRED, now, None, "the lease ran out")
-        raise lease.refusal(index)
+    # -- ending leases ------------------------------------------------------------------------------
 
     def _close(self, lease: Lease, index: int, state: int) -> None:
         lease.states[index] = state
@@ -491,6 +748,12 @@ class QueueGroup:
         lease.member.gave(1)
         if not lease.open:
             self._drop(lease)
+
+    def _fence(self, lease: Lease) -> None:
+        """Void what is out of a lease."""
+        for index in range(lease.count):
+            if lease.states[index] == OUT:
+                self._close(lease, index, FENCED)
 
     def _drop(self, lease: Lease) -> None:
         del self.leases[lease.fence]
@@ -510,14 +773,18 @@ class QueueGroup:
         else:
             self._again(Run(lease.lane, offset, 1, lease.attempt), now, delay_s)
 
-    def _take_unhanded(self, lease: Lease, now: float) -> None:
-        """What of a lease is out returns; its consumer was never given it."""
-        unhanded = runs([index for index in range(lease.count) if lease.states[index] == OUT])
-        for first, count in zip(unhanded[::2], unhanded[1::2], strict=True):
+    def _return_unhanded(self, lease: Lease, now: float) -> None:
+        """Return what is out of a lease; its consumer was never given it."""
+        out = [index for index in range(lease.count) if lease.states[index] == OUT]
+        self._return_each(lease, out, now)
+
+    def _return_each(self, lease: Lease, indices: list[int], now: float) -> None:
+        found = runs(indices)
+        for first, count in zip(found[::2], found[1::2], strict=True):
             self._return(lease, first, count, now)
 
     def _return(self, lease: Lease, first: int, count: int, now: float) -> None:
-        """Neighbours of a lease come again at once; no attempt is counted."""
+        """Deliver neighbours of a lease again at once; no attempt is counted."""
         for index in range(first, first + count):
             self._close(lease, index, RETURNED)
         self._again(Run(lease.lane, lease.start + first, count, lease.attempt - 1), now, 0.0)
@@ -530,6 +797,12 @@ class QueueGroup:
         )
         self._wait(run, now + delay_s)
 
+    def _again_now(self, run: Run) -> None:
+        """A run may go out again, after more urgent ones."""
+        others = self._urgent_lanes or self._unexamined or self._priorities or self.starved
+        urgent = self._gate is None and bool(others or run.start < run.lane.urgent_to)
+        (self._unexamined if urgent else self._ready).append(run)
+
     def _wait(self, run: Run, due: float) -> None:
         self._retry_number += 1
         heapq.heappush(self._retries, (due, self._retry_number, run))
@@ -537,200 +810,33 @@ class QueueGroup:
     def _doom(
         self, lane: Lane, offset: int, attempt: int, reason: str, handed: bool = True
     ) -> None:
-        self._dying[lane, offset] = attempt
-        # It is written down, and text from a file name or another program may hold anything.
+        self._dead[lane, offset] = attempt
+        # The journal holds valid text only; a reason from a file name or a program may hold anything.
         reason = str(reason).encode("utf-8", "backslashreplace").decode()
         self.doomed.append(Doomed(lane, offset, attempt if handed else attempt - 1, reason))
 
     def _settled(self, lane: Lane, offset: int) -> None:
         if self._gate is None:
             return
-        if (lane, offset) in self._unlooked:
-            self._unlooked[lane, offset] = False
+        if (lane, offset) in self._unknown_keys:
+            self._unknown_keys[lane, offset] = False
         following = self._gate.settled(lane, offset)
         if following is not None:
             self._free(following)
 
-    def unsettled(self) -> Iterable[Run]:
-        """Every event handed out or waiting for another attempt, as runs."""
-        for lease in self.leases.values():
-            for index in range(lease.count):
-                if lease.states[index] == OUT:
-                    yield Run(lease.lane, lease.start + index, 1, lease.attempt)
-        yield from self.waiting()
-
-    def waiting(self) -> Iterable[Run]:
-        """Every event that was begun and that no member holds: it waits for an attempt, a key or its turn."""
-        for (lane, offset), attempts in self._dying.items():
-            yield Run(lane, offset, 1, attempts)
-        yield from self._ready
-        yield from self._unseen
-        yield from self._priorities.waiting()
-        if self._gate is not None:
-            yield from self._gate.waiting()
-        if self.starved is not None and not self._only_looked_at(self.starved):
-            yield self.starved
-        yield from (run for _, _, run in self._retries)
+    def _set_apart(self, lane: Lane, offset: int) -> None:
+        """An event that was never handed out leaves its lane; those before it keep their order."""
+        before = Run(lane, lane.cursor, offset - lane.cursor, 0)
+        lane.end = max(lane.end, offset + 1)
+        lane.cursor = offset + 1
+        self._queue(lane)
+        if before.count:
+            plain = self._gate is None and before.start >= lane.urgent_to
+            (self._ready if plain else self._unexamined).append(before)
 
 
 def _first(lease: Lease) -> int:
     return lease.start
-
-
-# -- intervention ---------------------------------------------------------------------------------
-
-
-def withdraw(group: QueueGroup, lane: Lane, offset: int) -> None:
-    """An event is settled by an operator: whoever holds it may no longer settle it."""
-    # Replaying entries, nothing else tells that it was looked at: it may never have been leased.
-    group._entries.append(Retried(group.name, lane.topic, lane.partition, offset, 1, 0, AT_ONCE_MS))
-    if offset >= lane.cursor:
-        _set_apart(group, lane, offset)
-    for lease in list(group.leases.values()):
-        index = offset - lease.start
-        if lease.lane is lane and 0 <= index < lease.count and lease.states[index] == OUT:
-            group._close(lease, index, REJECTED)
-    waiting, group._retries = group._retries, []
-    for due, _, run in sorted(waiting, key=lambda item: item[:2]):
-        for part in run.without(lane, offset):  # after a restart it may be one of several
-            group._wait(part, due)
-    group._ready = deque(part for run in group._ready for part in run.without(lane, offset))
-    group._unseen = deque(part for run in group._unseen for part in run.without(lane, offset))
-    group._priorities.withdraw(lane, offset)
-    group._dying.pop((lane, offset), None)
-    group._later.pop((lane, offset), None)
-    group.doomed = [each for each in group.doomed if (each.lane, each.offset) != (lane, offset)]
-    if group.starved is not None and group.starved.holds(lane, offset):
-        group._unseen.extendleft(reversed(group.starved.without(lane, offset)))
-        group.starved = None
-    if group._gate is None or not group._gate.withdraw(lane, offset):
-        group._settled(lane, offset)
-
-
-def _set_apart(group: QueueGroup, lane: Lane, offset: int) -> None:
-    """An event that was never handed out leaves its lane; those before it keep their order."""
-    before = Run(lane, lane.cursor, offset - lane.cursor, 0)
-    lane.end = max(lane.end, offset + 1)
-    lane.cursor = offset + 1
-    group._queue(lane)
-    if before.count:
-        plain = group._gate is None and before.start >= lane.urgent_to
-        (group._ready if plain else group._unseen).append(before)
-
-
-def revive(group: QueueGroup, lane: Lane, offset: int, now: float) -> None:
-    """A dead letter comes back with a fresh budget."""
-    if offset >= lane.cursor or any(run.holds(lane, offset) for run in group.unsettled()):
-        return  # a reset has brought it back already
-    lane.known = max(lane.known, lane.cursor)
-    run = Run(lane, offset, 1, 0)
-    if group._gate is None:
-        group._again(run, now, 0.0)
-        return
-    # Its key was let go when it was buried: it waits for its turn like any other.
-    group._entries.append(Retried(group.name, lane.topic, lane.partition, offset, 1, 0, 0))
-    group._unseen.append(run)
-
-
-def end(group: QueueGroup) -> None:
-    """The group is deleted: nothing held of it can be settled any more."""
-    for lease in list(group.leases.values()):
-        for index in range(lease.count):
-            if lease.states[index] == OUT:
-                group._close(lease, index, FENCED)
-    group.doomed.clear()
-
-
-def reset(group: QueueGroup, lane: Lane, offset: int) -> None:
-    """Read a lane from elsewhere; everything held of it is void."""
-    for lease in [lease for lease in group.leases.values() if lease.lane is lane]:
-        for index in range(lease.count):
-            if lease.states[index] == OUT:
-                group._close(lease, index, FENCED)
-        group._dirty.pop(lease.fence, None)
-    group._retries = [item for item in group._retries if item[2].lane is not lane]
-    heapq.heapify(group._retries)
-    group._ready = deque(run for run in group._ready if run.lane is not lane)
-    group._unseen = deque(run for run in group._unseen if run.lane is not lane)
-    group._leased_before = deque(run for run in group._leased_before if run.lane is not lane)
-    for places in (group._unlooked, group._later):
-        for place in [place for place in places if place[0] is lane]:
-            del places[place]
-    group._dying = {place: made for place, made in group._dying.items() if place[0] is not lane}
-    group.doomed = [doomed for doomed in group.doomed if doomed.lane is not lane]
-    if group.starved is not None and group.starved.lane is lane:
-        group.starved = None
-    group._priorities.forget(lane)
-    if group._gate is not None:
-        group._gate.forget(lane)
-    lane.known = max(lane.known, lane.cursor)
-    lane.looked_to = 0
-    lane.cursor = offset
-    group._queue(lane)
-
-
-# -- takeup ---------------------------------------------------------------------------------------
-
-
-BACK_WITHOUT = "its consumer came back without it"
-Handed = Callable[[int, int, int], Sequence[tuple[int, int]] | None]
-"""Of the events from start to stop that were leased for this attempt, the stretches that a consumer
-was handed; None when that is not known."""
-
-
-def _unknown(start: int, stop: int, attempt: int) -> None:
-    """Nothing was noted."""
-
-
-def ledgers(group: QueueGroup, now: float) -> dict[tuple[str, int], Ledger]:
-    """What each lane owes, for a snapshot; the same as replaying every entry would give."""
-    waits = {id(run): due - now for due, _, run in group._retries}
-    ledgers = {place: Ledger(lane.cursor) for place, lane in group.lanes.items()}
-    for run in sorted(group.unsettled(), key=lambda run: run.start):
-        ledger = ledgers[run.lane.topic, run.lane.partition]
-        delay_ms = max(0, round(waits.get(id(run), 0.0) * 1_000))
-        ledger.retried(run.start, run.count, run.made, delay_ms)
-        for offset in range(run.start, run.start + run.count if group._later else 0):
-            due = group._later.get((run.lane, offset), now)
-            if due > now:
-                ledger.retried(offset, 1, run.made, round((due - now) * 1_000))
-    return ledgers
-
-
-def restore(
-    group: QueueGroup,
-    topic: str,
-    partition: int,
-    ledger: Ledger,
-    end: int,
-    now: float,
-    hold_s: float = 0.0,
-    handed: Handed = _unknown,
-    urgent_to: int = 0,
-) -> Lane:
-    """Take up a lane where a ledger says it stood.
-
-    What was leased when the process died comes again at once, or after `hold_s`: until then
-    its holder may come back and `adopt` it. An attempt is counted for what a consumer was `handed`.
-    """
-    lane = group.lane(
-        topic, partition, cursor=ledger.high, end=max(end, ledger.high), urgent_to=urgent_to
-    )
-    for run in ledger.open():
-        if run.delay_ms or not run.made:
-            _wait(group, Run(lane, run.start, run.stop - run.start, run.made), run.delay_ms, now)
-            continue
-        for start, stop, given in _parts(run, handed(run.start, run.stop, run.made)):
-            leased = Run(lane, start, stop - start, run.made - 1)
-            if hold_s:
-                _park(group, leased, run.holder, now + hold_s, given=given)
-                continue
-            again = leased._replace(made=run.made) if given else leased
-            group._entries.append(
-                Retried(group.name, topic, partition, start, again.count, again.made, AT_ONCE_MS)
-            )
-            _wait(group, again, AT_ONCE_MS, now)
-    return lane
 
 
 def _parts(run: Open, handed: Sequence[tuple[int, int]] | None) -> Iterator[tuple[int, int, bool]]:
@@ -745,106 +851,3 @@ def _parts(run: Open, handed: Sequence[tuple[int, int]] | None) -> Iterator[tupl
         at = stop
     if at < run.stop:
         yield at, run.stop, False
-
-
-def _wait(group: QueueGroup, run: Run, delay_ms: int, now: float) -> None:
-    """Let events wait for their next attempt, if they have one left."""
-    offsets = range(run.start, run.start + run.count)
-    due = now + delay_ms / 1_000 if delay_ms > AT_ONCE_MS else None
-    if group.spec.retry.exhausted(run.made):
-        for offset in offsets:
-            group._doom(run.lane, offset, run.made, "out of attempts when the bus stopped")
-    elif group._gate is not None:
-        group._unseen.append(run)  # in offset order, so that keys keep theirs
-        if due is not None:
-            group._later.update(((run.lane, offset), due) for offset in offsets)
-    elif due is not None:
-        group._wait(run, due)
-    else:
-        group._again_now(run)
-
-
-def _park(group: QueueGroup, run: Run, holder: str, until: float, *, given: bool) -> None:
-    absent = group._absent.setdefault(holder, Member(holder, 0))
-    for start in range(run.start, run.start + run.count, MAX_LEASE_EVENTS):
-        count = min(MAX_LEASE_EVENTS, run.start + run.count - start)
-        lease = Lease(group.fence, run._replace(start=start, count=count), absent)
-        group.fence += 1
-        lease.deadlines = [until] * count
-        lease.counted = given
-        if given:
-            group.mark(lease)[0] = start + count
-        group.leases[lease.fence] = absent.leases[lease.fence] = lease
-        heapq.heappush(group._checks, (until, lease.fence))
-    if group._gate is not None:
-        group._leased_before.append(run)
-        group._unlooked.update(
-            ((run.lane, offset), True) for offset in range(run.start, run.start + run.count)
-        )
-
-
-def adopt(
-    group: QueueGroup, lane: Lane, start: int, count: int, attempt: int, member: Member, now: float
-) -> Lease | None:
-    """A holder came back after a crash: what nobody else was given is its own again."""
-    lease = Lease(group.fence, Run(lane, start, count, attempt - 1), member)
-    lease.states = bytearray([RETURNED]) * count
-    lease.open = 0
-    for parked in _parked(group, group._absent):
-        if parked.lane is not lane or parked.attempt != attempt:
-            continue
-        first, last = max(start, parked.start), min(start + count, parked.start + parked.count)
-        for offset in range(first, last):
-            if parked.states[offset - parked.start] == OUT:
-                group._close(parked, offset - parked.start, RETURNED)
-                lease.states[offset - start] = OUT
-                lease.open += 1
-    if not lease.open:
-        return None
-    group.fence += 1
-    group.leases[lease.fence] = member.leases[lease.fence] = lease
-    member.took(lease.open)
-    heapq.heappush(group._checks, (now + group.spec.lease_s, lease.fence))
-    return lease
-
-
-def release(group: QueueGroup, now: float, holder: str | None = None) -> None:
-    """This holder, or all, are back: what they did not adopt comes again at once.
-
-    It counts as an attempt where it was handed out, or where that is not known.
-    """
-    for parked in _parked(group, group._absent if holder is None else (holder,)):
-        for index in range(parked.count if parked.counted else 0):
-            if parked.states[index] == OUT:
-                group._fail(parked, index, RETURNED, now, 0.0, BACK_WITHOUT)
-        group._take_unhanded(parked, now)
-
-
-def take_back(
-    group: QueueGroup,
-    member: Member,
-    kept: Mapping[int, Collection[int]],
-    now: float,
-    reason: str = BACK_WITHOUT,
-) -> None:
-    """A member has these events, by lease, and no more: whatever else it was leased comes again at once.
-
-    That is also what was on its way to it, so that nothing overtakes what was lost. Only what it said it
-    had costs an attempt.
-    """
-    for lease in list(member.leases.values()):
-        lane, has = lease.lane, kept.get(lease.fence, ())
-        lost = [at for at in range(lease.count) if lease.states[at] == OUT and at not in has]
-        if lost:
-            lane.known = max(lane.known, lane.cursor)
-        for index in filter(lease.handed, lost):
-            group._fail(lease, index, RETURNED, now, 0.0, reason)
-        unhanded = runs([index for index in lost if not lease.handed(index)])
-        for first, count in zip(unhanded[::2], unhanded[1::2], strict=True):
-            group._return(lease, first, count, now)
-
-
-def _parked(group: QueueGroup, holders: Iterable[str]) -> list[Lease]:
-    """What waits for these holders."""
-    absent = (group._absent[holder] for holder in holders if holder in group._absent)
-    return [lease for member in absent for lease in member.leases.values()]

@@ -225,7 +225,7 @@ class Audited(Entry, frozen=True, tag="audited"):
 
 
 class SessionPut(Entry, frozen=True, tag="session"):
-    """A client began a session that outlives its connection (row T4)."""
+    """A client began a session that outlives its connection."""
 
     session: str
     client: str

@@ -1,4 +1,7 @@
-"""Lease: the right of one member to work on a run of events, and what became of each of them."""
+"""Leases: the right of one member to work on a run of events, and the state of each of them.
+
+`Lane` is a partition as a group sees it, `Run` are neighbours in it, `Member` is a consumer with its credit.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,10 @@ from penstock.model.errors import AlreadySettled, DeliveryError, Fenced, LeaseEx
 from penstock.model.parameter import seconds as in_seconds
 
 if TYPE_CHECKING:
-    from penstock.core.admission import Window
+    from penstock.core.admission import CreditWindow
     from penstock.core.delivery import QueueGroup
 
-OUT = 0  # handed to a member, not settled: row T5's "dispatched"
+OUT = 0  # leased to a member, not settled: "dispatched" in docs/reference/delivery.md
 ACKED = 1
 NACKED = 2
 EXPIRED = 3
@@ -39,9 +42,9 @@ class Lane:
         self.end = end
         """Behind the last event that may be handed out."""
         self.known = 0
-        """What lies before it the group had before an operator gave it something again."""
+        """The group was given events before this once already; some of them may come back."""
         self.line: deque[Lane] | None = None
-        """Where it stands in line, while it has something to hand out."""
+        """The line of lanes it is in, while it has events to hand out."""
         self.urgent_to = urgent_to
         """Behind the last event that may have a priority."""
         self.looked_to = 0
@@ -51,7 +54,7 @@ class Lane:
 
     @property
     def urgent(self) -> bool:
-        """Whether some of what was never handed out may have a priority."""
+        """Whether events that were never handed out may have a priority."""
         return self.cursor < self.urgent_to
 
     def __repr__(self) -> str:
@@ -71,7 +74,7 @@ class Run(NamedTuple):
         return self.lane is lane and self.start <= offset < self.start + self.count
 
     def without(self, lane: Lane, offset: int) -> list[Run]:
-        """What is left when one event is cut out."""
+        """The rest, when one event is cut out."""
         if not self.holds(lane, offset):
             return [self]
         before = self._replace(count=offset - self.start)
@@ -135,19 +138,19 @@ class Member:
         self.max_inflight = max_inflight
         self.inflight = 0
         self.paused = False
-        """It takes nothing at the moment, whatever credit it gave."""
+        """It takes nothing at the moment, whatever its credit."""
         self.away = False
-        """What it held was given to others: of a group with one active member it is not the one."""
+        """Its events were given to others: in a group with one active member, another one is active."""
         self.leases: dict[int, Lease] = {}
-        self.window: Window | None = None
-        """What it shares with its tenant's other consumers, where the tenant has such a limit."""
+        self.window: CreditWindow | None = None
+        """The limit it shares with its tenant's other consumers, if the tenant has one."""
 
     def ready(self, group: QueueGroup) -> bool:
-        """Whether it takes more, and has credit left, of its own and of its tenant's."""
+        """Whether it takes more events: it and its tenant have credit left."""
         return not self.paused and self.inflight < self.max_inflight and self.room(group) > 0
 
     def room(self, group: QueueGroup, most: int = 1) -> int:
-        """How many of `most` events its tenant lets it have now."""
+        """How many of `most` events its tenant's limit allows it now."""
         return most if self.window is None else min(most, self.window.room(group))
 
     def took(self, count: int) -> None:
@@ -195,9 +198,9 @@ class Lease:
         self.dirty: list[int] = []
         """Acked since the last journal entry about this lease."""
         self.counted = True
-        """False where it is known that a consumer was given none of it: its end costs no attempt."""
+        """False when no consumer was given any of it: then its end costs no attempt."""
         self.mark: MutableSequence[int] | None = None
-        """Where it is noted, for the time after a crash, how far it was handed out."""
+        """Where to note, for the time after a crash, how far it was handed out."""
 
     def hand(self, index: int, deadline: float) -> None:
         """The consumer got an event; until then it cannot expire."""

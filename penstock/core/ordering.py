@@ -1,6 +1,6 @@
-"""Holdback: events that wait inside a group for a reason other than credit.
+"""Order inside a group: events that wait for their key or for more urgent ones.
 
-`KeyGate` lets one event of a key out at a time; the others of that key wait, and nobody else does.
+`KeyGate` lets one event of a key out at a time; only the others of that key wait.
 `Priorities` looks ahead over a window and lets the most urgent out first.
 """
 

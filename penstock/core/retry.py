@@ -9,7 +9,7 @@ import msgspec
 
 from penstock.model.parameter import converters, count, many, milliseconds, refused
 
-# The ladder of row X4: quick for a hiccup, a minute for an outage, then a person.
+# Quick for a short failure, a minute for an outage; after that an operator decides.
 LADDER_MS = (100, 1_000, 10_000, 60_000)
 MAX_ATTEMPTS = 5
 MOST_ATTEMPTS = 1_000

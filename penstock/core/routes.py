@@ -28,7 +28,7 @@ MAX_DESTINATION_BYTES = 255  # a topic or group name fits, and so does a URL of 
 MAX_PRIORITY = 32_767  # both ways from 0: a signed 16-bit number on every wire
 
 DIRECT = "direct."
-"""Groups of one consumer each, known by the name it registered with (row T4)."""
+"""Groups of one consumer each, known by the name it registered with."""
 RouteType = Literal["fanout", "direct", "group"]
 ROUTE_TYPES: tuple[str, ...] = get_args(RouteType)
 

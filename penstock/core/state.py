@@ -1,14 +1,11 @@
-"""Ledger: which events of one partition a queue group still owes, rebuilt from entries.
+"""The state: everything the bus knows beside the events, as the sum of the entries in the journal.
 
-A cursor and the exceptions below it: everything before `high` was leased once; of these, the open
-intervals are not settled yet. The live machine keeps leases instead; recovery, read-only readers
-and snapshots speak in ledgers.
+Topics, groups, cursors, dead letters and schedules change only through `State.apply`. Recovery
+applies the entries of the journal; the running engine applies the entries it is about to write.
 
-State: everything the bus knows beside the events, as the sum of the entries in the journal.
-
-Topics, groups, cursors, dead letters and schedules change only through `apply`. Recovery applies
-what the journal holds; the running engine applies what it is about to write. In a running engine
-the unsettled events of queue groups live in their delivery machines, elsewhere in ledgers here.
+A `Ledger` says which events of one partition a queue group has not settled: everything before
+`high` was leased once, and of that the open intervals are not settled yet. In a running engine the
+delivery machines know the unsettled events; recovery, read-only readers and snapshots use ledgers.
 """
 
 from __future__ import annotations
@@ -48,196 +45,22 @@ from penstock.core.entry import (
 from penstock.core.schedule import Definition, Schedule, ScheduleState
 from penstock.model.errors import Corrupted
 
-# -- ledger ---------------------------------------------------------------------------------------
-
-
 AT_ONCE_MS = 1
-"""The delay of an event that comes again at once: 0 is that of one which somebody holds."""
-
-
-class Open(NamedTuple):
-    """A run of unsettled events with the same history."""
-
-    start: int
-    stop: int
-    made: int
-    """Attempts that count against the budget."""
-    delay_ms: int
-    """What is left to wait before the next one."""
-    holder: str = ""
-    """The member that has them; snapshots do not say."""
-
-
-class Ledger:
-    """Unsettled events of one partition for one group.
-
-    >>> ledger = Ledger(0)
-    >>> ledger.leased(0, 10, attempt=1)
-    >>> ledger.acked(2, 3)
-    >>> [(run.start, run.stop) for run in ledger.open()]
-    [(0, 2), (5, 10)]
-    """
-
-    __slots__ = ("_runs", "_starts", "high")
-
-    def __init__(self, start: int) -> None:
-        self.high = start
-        """Everything from here on was never leased."""
-        self._starts: list[int] = []
-        self._runs: list[Open] = []
-
-    def leased(self, start: int, count: int, attempt: int, holder: str = "") -> None:
-        """Events were handed out; events skipped on the way (held back by key or priority) stay open."""
-        if start > self.high:
-            self._put(Open(self.high, start, 0, 0))
-        self.high = max(self.high, start + count)
-        self._put(Open(start, start + count, attempt, 0, holder))
-
-    def acked(self, start: int, count: int) -> None:
-        """Events are settled."""
-        self._cut(start, start + count)
-
-    def retried(self, start: int, count: int, made: int, delay_ms: int) -> None:
-        """Events wait for their next attempt."""
-        if start > self.high:
-            self._put(Open(self.high, start, 0, 0))
-        self.high = max(self.high, start + count)
-        self._put(Open(start, start + count, made, delay_ms))
-
-    def open(self) -> list[Open]:
-        """The unsettled runs, in order."""
-        return self._runs
-
-    def outstanding(self) -> int:
-        """How many events were handed out and are not settled."""
-        return sum(run.stop - run.start for run in self._runs)
-
-    def floor(self) -> int:
-        """Everything before this is settled."""
-        return self._starts[0] if self._starts else self.high
-
-    def _put(self, run: Open) -> None:
-        if self._starts and run.start < self._runs[-1].stop:
-            self._cut(run.start, run.stop)
-        at = bisect_left(self._starts, run.start)
-        if at and self._runs[at - 1].stop == run.start and self._runs[at - 1][2:] == run[2:]:
-            run = self._runs[at - 1]._replace(stop=run.stop)
-            self._runs[at - 1] = run
-            return
-        self._starts.insert(at, run.start)
-        self._runs.insert(at, run)
-
-    def _cut(self, start: int, stop: int) -> None:
-        first = bisect_right(self._starts, start) - 1
-        if first < 0 or self._runs[first].stop <= start:
-            first += 1
-        last = first
-        kept: list[Open] = []
-        while last < len(self._runs) and self._runs[last].start < stop:
-            run = self._runs[last]
-            if run.start < start:
-                kept.append(run._replace(stop=start))
-            if run.stop > stop:
-                kept.append(run._replace(start=stop))
-            last += 1
-        self._runs[first:last] = kept
-        self._starts[first:last] = [run.start for run in kept]
-
-    def dump(self) -> list[int]:
-        """The ledger as plain numbers, for a snapshot."""
-        numbers = [self.high]
-        for run in self._runs:
-            numbers += run[:4]
-        return numbers
-
-    @classmethod
-    def load(cls, numbers: list[int]) -> Ledger:
-        """The opposite of `dump`."""
-        ledger = cls(numbers[0])
-        ledger._runs = [Open._make([*numbers[at : at + 4], ""]) for at in range(1, len(numbers), 4)]
-        ledger._starts = [run.start for run in ledger._runs]
-        return ledger
-
-    def __iter__(self) -> Iterator[Open]:
-        return iter(self._runs)
-
-
-# -- state ----------------------------------------------------------------------------------------
-
+"""The delay of an event that is delivered again at once; 0 is the delay of one that a member holds."""
 
 Place = tuple[str, int]
 # Reply inboxes: each name is made up for one connection, and never used again.
 INBOX = "_inbox."
 # Deleted topics whose ends are remembered; one that was deleted before these begins at 0 again.
 MAX_DELETED = 10_000
-# Publishes of one session that are recognised when they come again after a crash.
+# Publishes of one session that are recognised when they are repeated after a crash.
 REMEMBERED_PUBLISHES = 256
 
-
-# What operators look at: shown when it is durable, not when it is about to be.
+# Operators see these entries when they are durable, not when they are about to be.
 DeadLetterEntry = Dead | DeadReplayed | DeadPurged
 
 
-class DeadLetter(msgspec.Struct):
-    """An event that ran out of attempts or was rejected, and where its copy lies.
-
-    >>> DeadLetter("orders/0/7", "billing", "orders", 0, 7, "default", 5, "no", 0, 0).status
-    'dead'
-    """
-
-    id: str
-    consumer: str
-    topic: str
-    partition: int
-    offset: int
-    tenant: str
-    attempts: int
-    reason: str
-    dead_lettered_at_us: int
-    stored: int
-    """Offset of the copy in the tenant's dead-letter topic."""
-    replay_count: int = 0
-    status: str = "dead"
-    """"dead", or "replayed" while it is back with its group."""
-
-
-class GroupState:
-    """One consumer group: its specification and how far it is in each partition."""
-
-    __slots__ = ("cursors", "epochs", "fence", "generation", "ledgers", "spec")
-
-    def __init__(self, spec: GroupSpec) -> None:
-        self.spec = spec
-        self.fence = FIRST_FENCE
-        self.generation = 0
-        self.ledgers: dict[Place, Ledger] = {}
-        """Queue mode."""
-        self.cursors: dict[Place, int] = {}
-        """Log mode: the next offset to read."""
-        self.epochs: dict[Place, int] = {}
-        """Log mode: how often the group was set to a place. Commits of earlier reading are void."""
-
-
-class SessionState:
-    """One session: who it is, and where its last publishes went."""
-
-    __slots__ = ("produced", "spec")
-
-    def __init__(self, spec: SessionPut) -> None:
-        self.spec = spec
-        self.produced: dict[int, list[int]] = {}
-        """Places by sequence, the last `REMEMBERED_PUBLISHES`: a client has fewer under way."""
-
-    def remember(self, sequence: int, places: list[int]) -> None:
-        """Keep what became of a publish, or of more of it, forgetting the oldest."""
-        self.produced[sequence] = [*self.produced.get(sequence, ()), *places]
-        if len(self.produced) > REMEMBERED_PUBLISHES:
-            del self.produced[next(iter(self.produced))]
-
-    def may_have_forgotten(self, sequence: int) -> bool:
-        """Whether a publish that is not known may have been: it is older than all that are."""
-        full = len(self.produced) >= REMEMBERED_PUBLISHES
-        return full and sequence < next(iter(self.produced))
+# -- the state ------------------------------------------------------------------------------------
 
 
 class State:
@@ -427,14 +250,192 @@ class State:
             session.remember(entry.sequence, entry.places)
 
 
-# -- snapshots: the state in pieces, each small enough to write without holding anybody up ---------
+class GroupState:
+    """One consumer group: its specification and how far it is in each partition."""
+
+    __slots__ = ("cursors", "epochs", "fence", "generation", "ledgers", "spec")
+
+    def __init__(self, spec: GroupSpec) -> None:
+        self.spec = spec
+        self.fence = FIRST_FENCE
+        self.generation = 0
+        self.ledgers: dict[Place, Ledger] = {}
+        """Queue mode."""
+        self.cursors: dict[Place, int] = {}
+        """Log mode: the next offset to read."""
+        self.epochs: dict[Place, int] = {}
+        """Log mode: how often the group was set to a place. Commits of earlier reading are void."""
+
+
+class SessionState:
+    """One session: who it is, and where its last publishes went."""
+
+    __slots__ = ("produced", "spec")
+
+    def __init__(self, spec: SessionPut) -> None:
+        self.spec = spec
+        self.produced: dict[int, list[int]] = {}
+        """Places by sequence, the last `REMEMBERED_PUBLISHES`: a client has fewer under way."""
+
+    def remember(self, sequence: int, places: list[int]) -> None:
+        """Keep what became of a publish, or of more of it, forgetting the oldest."""
+        self.produced[sequence] = [*self.produced.get(sequence, ()), *places]
+        if len(self.produced) > REMEMBERED_PUBLISHES:
+            del self.produced[next(iter(self.produced))]
+
+    def may_have_forgotten(self, sequence: int) -> bool:
+        """Whether a publish that is not known may have been: it is older than all that are."""
+        full = len(self.produced) >= REMEMBERED_PUBLISHES
+        return full and sequence < next(iter(self.produced))
+
+
+class DeadLetter(msgspec.Struct):
+    """An event that ran out of attempts or was rejected, and where its copy lies.
+
+    >>> DeadLetter("orders/0/7", "billing", "orders", 0, 7, "default", 5, "no", 0, 0).status
+    'dead'
+    """
+
+    id: str
+    consumer: str
+    topic: str
+    partition: int
+    offset: int
+    tenant: str
+    attempts: int
+    reason: str
+    dead_lettered_at_us: int
+    stored: int
+    """Offset of the copy in the tenant's dead-letter topic."""
+    replay_count: int = 0
+    status: str = "dead"
+    """"dead", or "replayed" while it is back with its group."""
+
+
+# -- ledgers --------------------------------------------------------------------------------------
+
+
+class Open(NamedTuple):
+    """A run of unsettled events with the same history."""
+
+    start: int
+    stop: int
+    made: int
+    """Attempts that count against the budget."""
+    delay_ms: int
+    """What is left to wait before the next one."""
+    holder: str = ""
+    """The member that has them; snapshots do not say."""
+
+
+class Ledger:
+    """Unsettled events of one partition for one group.
+
+    >>> ledger = Ledger(0)
+    >>> ledger.leased(0, 10, attempt=1)
+    >>> ledger.acked(2, 3)
+    >>> [(run.start, run.stop) for run in ledger.open()]
+    [(0, 2), (5, 10)]
+    """
+
+    __slots__ = ("_runs", "_starts", "high")
+
+    def __init__(self, start: int) -> None:
+        self.high = start
+        """Everything from here on was never leased."""
+        self._starts: list[int] = []
+        self._runs: list[Open] = []
+
+    def leased(self, start: int, count: int, attempt: int, holder: str = "") -> None:
+        """Events were handed out; events skipped on the way (held back by key or priority) stay open."""
+        if start > self.high:
+            self._put(Open(self.high, start, 0, 0))
+        self.high = max(self.high, start + count)
+        self._put(Open(start, start + count, attempt, 0, holder))
+
+    def acked(self, start: int, count: int) -> None:
+        """Events are settled."""
+        self._cut(start, start + count)
+
+    def retried(self, start: int, count: int, made: int, delay_ms: int) -> None:
+        """Events wait for their next attempt."""
+        if start > self.high:
+            self._put(Open(self.high, start, 0, 0))
+        self.high = max(self.high, start + count)
+        self._put(Open(start, start + count, made, delay_ms))
+
+    def open(self) -> list[Open]:
+        """The unsettled runs, in order."""
+        return self._runs
+
+    def outstanding(self) -> int:
+        """How many events were handed out and are not settled."""
+        return sum(run.stop - run.start for run in self._runs)
+
+    def floor(self) -> int:
+        """Everything before this is settled."""
+        return self._starts[0] if self._starts else self.high
+
+    def _put(self, run: Open) -> None:
+        if self._starts and run.start < self._runs[-1].stop:
+            self._cut(run.start, run.stop)
+        at = bisect_left(self._starts, run.start)
+        if at and self._runs[at - 1].stop == run.start and self._runs[at - 1][2:] == run[2:]:
+            run = self._runs[at - 1]._replace(stop=run.stop)
+            self._runs[at - 1] = run
+            return
+        self._starts.insert(at, run.start)
+        self._runs.insert(at, run)
+
+    def _cut(self, start: int, stop: int) -> None:
+        first = bisect_right(self._starts, start) - 1
+        if first < 0 or self._runs[first].stop <= start:
+            first += 1
+        last = first
+        kept: list[Open] = []
+        while last < len(self._runs) and self._runs[last].start < stop:
+            run = self._runs[last]
+            if run.start < start:
+                kept.append(run._replace(stop=start))
+            if run.stop > stop:
+                kept.append(run._replace(start=stop))
+            last += 1
+        self._runs[first:last] = kept
+        self._starts[first:last] = [run.start for run in kept]
+
+    def dump(self) -> list[int]:
+        """The ledger as plain numbers, for a snapshot."""
+        numbers = [self.high]
+        for run in self._runs:
+            numbers += run[:4]
+        return numbers
+
+    @classmethod
+    def load(cls, numbers: list[int]) -> Ledger:
+        """The opposite of `dump`."""
+        ledger = cls(numbers[0])
+        ledger._runs = [Open._make([*numbers[at : at + 4], ""]) for at in range(1, len(numbers), 4)]
+        ledger._starts = [run.start for run in ledger._runs]
+        return ledger
+
+    def __iter__(self) -> Iterator[Open]:
+        return iter(self._runs)
+
+
+# -- snapshots: the state in pieces, each small enough to write between two commits ---------------
 
 TOPICS = "topics"
+
 GROUP = "group"
+
 LANE = "lane"
+
 DEAD = "dead"
+
 SCHEDULE = "schedule"
+
 SESSION = "session"
+
 DEAD_CHUNK = 4_096  # dead letters in one piece: about a megabyte
 
 
@@ -446,10 +447,6 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     partition: int
     as_of: int
     body: bytes
-
-
-def _encode(value: Any) -> bytes:
-    return msgspec.msgpack.encode(value)
 
 
 def pieces_of(state: State, as_of: int) -> list[Piece]:
@@ -516,3 +513,7 @@ def _load(state: State, piece: Piece) -> None:
         put, produced = decode(piece.body, type=tuple[SessionPut, dict[int, list[int]]])
         state.sessions[piece.key] = SessionState(put)
         state.sessions[piece.key].produced = produced
+
+
+def _encode(value: Any) -> bytes:
+    return msgspec.msgpack.encode(value)

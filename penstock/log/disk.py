@@ -88,7 +88,7 @@ class File(Protocol):
     def descriptors(self, count: int) -> Sequence[int]:
         """What the operating system knows the file by: up to `count` of them, or none.
 
-        Each is an opening of its own, so that a write that failed is told to whoever syncs any.
+        Each is an opening of its own, so that a failed write is reported by a sync of any of them.
         """
         ...
 
@@ -317,7 +317,7 @@ class RealFile:
             if offset >= length or size == 0:
                 return memoryview(b"")
             if self._map is None or length > len(self._map):
-                # The old map stays alive for as long as somebody holds a view into it.
+                # The old map stays alive as long as a view into it.
                 self._map = mmap.mmap(self._fd, length, prot=mmap.PROT_READ)
         return memoryview(self._map)[offset : offset + size]
 

@@ -139,7 +139,7 @@ class ReaderPool:
             yield reader
 
     def forget(self, number: int) -> None:
-        """Close a segment that is about to be removed, when nobody reads it any more."""
+        """Close a segment that is about to be removed, when its last reader is done."""
         with self._lock:
             found = self._open.pop(number, None)
         if found is not None:

@@ -3,7 +3,7 @@
 A lease is in the journal before its events are handed out, and covers many of them. Which of them a
 consumer was given changes with every event, so it is kept in shared memory: the operating system has
 it when the process is killed, and an attempt is counted for those events and no others. It is not
-synced. After a power failure nobody can tell, and everything that was leased counts.
+synced. After a power failure it is not known, and everything that was leased counts.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Handovers:
         return bool(self._free)
 
     def forget(self, group: str, only: tuple[str, int] | None = None) -> None:
-        """What was handed out for a group, or of one partition for it, does not count any more."""
+        """Forget what was handed out for a group, or of one partition for it."""
         for slot, lease in enumerate(self._leases):
             at = self._at + slot * SLOT
             if lease is not None:

@@ -1,17 +1,13 @@
-"""The manifest's file: records that are there completely, or not at all, and say which.
-
-A frame is a marker of four bytes, length and CRC-32 as 32-bit numbers, and its content. A record
-frame is written and synced, then a commit frame behind it, synced too. So a last record that is
-bad and has no commit was never acknowledged and may be cut, while a bad record with anything valid
-behind it is damage to what was promised.
-
-Which segments are live and which offsets each holds: the manifest's picture in memory.
-
-The manifest: which segments are the log, which offsets each holds, and how far sealing got.
+"""The manifest: which segments are live, which offsets each holds, and how far sealing got.
 
 It is an append-only file, `segments/manifest-<generation>.log`. A change (segments added, segments
 removed) is one record and happens completely or not at all. When most of the file is history, the
 next generation is written beside it and takes over. docs/reference/files.md has the format.
+
+A frame is a marker of four bytes, length and CRC-32 as 32-bit numbers, and its content. A record
+frame is written and synced, then a commit frame behind it, synced too. So a last record that is
+bad and has no commit was never acknowledged and may be cut, while a bad record with a valid frame
+behind it is damage to a record that was acknowledged.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from penstock.log.disk import Disk, File, write_file
-from penstock.log.segment import FOLDER, SegmentInfo
+from penstock.log.segment import FOLDER, Range, SegmentInfo
 from penstock.log.segment_reader import corrupted
 from penstock.model.checksum import crc32
 from penstock.model.errors import Corrupted, FormatTooNew, StorageError, WriterFailed
@@ -32,10 +28,13 @@ from penstock.model.errors import Corrupted, FormatTooNew, StorageError, WriterF
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from penstock.log.segment import Range, SegmentInfo
-
-# -- manifest_log ---------------------------------------------------------------------------------
-
+# History may take twice the size of the live segments' records before it is dropped: each byte of
+# the manifest is then written one and a half times on average.
+DEAD_WEIGHT = 2
+# Below this a new generation would save nothing worth two syncs.
+MIN_REWRITE_BYTES = 256 * 1024
+# A generation lasts for many changes: losing the race against its removal twice does not happen.
+GENERATION_TRIES = 3
 
 FORMAT = 1
 HEAD = struct.Struct("<4sII")
@@ -47,133 +46,18 @@ MAX_RECORD_BYTES = 512 * 1024 * 1024
 
 
 class AuditMark(msgspec.Struct, frozen=True):
-    """How far the audit chain with that key was known to reach, and the hash of its record there."""
+    """How far the audit chain of that key reached, and the hash of its record there."""
 
     sequence: int
     hash: str
     public_key: str
 
 
-class Change(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One record: what came, what went, and up to where the journal is in segments."""
+class Report(msgspec.Struct, frozen=True):
+    """Bytes cut and files without a record, found when a writer opened the manifest."""
 
-    at_us: int
-    sealed_to: int
-    next_id: int
-    format: int  # of the record; no default, so that it is always written
-    add: list[SegmentInfo] = []
-    remove: list[int] = []
-    audit: AuditMark | None = None  # None: as before
-
-
-class UnknownFormat(ValueError):
-    """A record of another format than this code reads; `version` says which."""
-
-    def __init__(self, version: int) -> None:
-        super().__init__(version)
-        self.version = version
-
-
-class _Version(msgspec.Struct):
-    format: int
-
-
-class Scan(NamedTuple):
-    """What the frames of a manifest file say."""
-
-    changes: list[memoryview]  # encoded changes, committed
-    pending: memoryview | None  # a whole last record whose commit is not there
-    committed_end: int  # up to here everything is committed
-    whole_end: int  # up to here everything is whole
-    damaged_at: int | None  # where a frame is bad although something valid follows
-
-
-_decoder = msgspec.msgpack.Decoder(Change)
-_encoder = msgspec.msgpack.Encoder()
-
-
-def encode_change(change: Change) -> bytes:
-    """A change as a record frame.
-
-    >>> view = memoryview(encode_change(Change(1, 2, 3, FORMAT)) + commit_frame())
-    >>> [decode_change(each).sealed_to for each in scan(view, 0).changes]
-    [2]
-    """
-    return _frame(RECORD, _encoder.encode(change))
-
-
-def encoded_size(info: SegmentInfo) -> int:
-    """What one segment takes in a record."""
-    return len(_encoder.encode(info))
-
-
-def commit_frame() -> bytes:
-    """The frame that makes the record before it count."""
-    return _frame(COMMIT, b"")
-
-
-def decode_change(content: memoryview) -> Change:
-    """A change out of the content of its frame; ValueError when it is none."""
-    version = msgspec.msgpack.decode(content, type=_Version).format
-    if version != FORMAT:
-        raise UnknownFormat(version)
-    return _decoder.decode(content)
-
-
-def _frame(marker: bytes, content: bytes) -> bytes:
-    return HEAD.pack(marker, len(content), _crc(marker, content)) + content
-
-
-def _crc(marker: bytes, content: bytes | memoryview) -> int:
-    return crc32(content, crc32(marker + len(content).to_bytes(4, "little")))
-
-
-def _read(view: memoryview, at: int) -> tuple[bytes, memoryview] | None:
-    """The whole and valid frame at a position, or None."""
-    if at + HEAD.size > len(view):
-        return None
-    marker, length, crc = HEAD.unpack_from(view, at)
-    end = at + HEAD.size + length
-    if marker not in (RECORD, COMMIT) or length > MAX_RECORD_BYTES or end > len(view):
-        return None
-    content = view[at + HEAD.size : end]
-    return (marker, content) if _crc(marker, content) == crc else None
-
-
-def scan(view: memoryview, start: int) -> Scan:
-    """Read frames from `start`, which must be the beginning of one."""
-    changes: list[memoryview] = []
-    pending: memoryview | None = None
-    committed = at = start
-    while frame := _read(view, at):
-        marker, content = frame
-        at += HEAD.size + len(content)
-        if marker == RECORD:
-            if pending is not None:
-                return Scan(changes, None, committed, at, committed)
-            pending = content
-        else:
-            if pending is not None:
-                changes.append(pending)
-                pending = None
-            committed = at
-    damaged = at if at < len(view) and _later(view, at) else None
-    return Scan(changes, pending, committed, at, damaged)
-
-
-def _later(view: memoryview, after: int) -> bool:
-    """Whether any valid frame follows a bad one: then the bad one had been acknowledged."""
-    data = bytes(view[after:])
-    for marker in (COMMIT, RECORD):
-        at = data.find(marker)
-        while at >= 0:
-            if _read(view, after + at):
-                return True
-            at = data.find(marker, at + 1)
-    return False
-
-
-# -- segment_index --------------------------------------------------------------------------------
+    cut_bytes: int = 0
+    orphans: list[str] = []
 
 
 class LiveSegment(NamedTuple):
@@ -184,122 +68,7 @@ class LiveSegment(NamedTuple):
     range: Range
 
 
-class SegmentIndex:
-    """Live segments by id, and their ranges by topic, partition and offset."""
-
-    def __init__(self) -> None:
-        self.sealed_to = 0
-        self.at_us = 0
-        self.next_id = 1
-        self.audit: AuditMark | None = None
-        """What the audit chain must reach: it lies in another folder, which may be lost."""
-        self.total_bytes = 0
-        self._live_bytes = 0
-        self._segments: dict[int, SegmentInfo] = {}
-        self._lanes: dict[tuple[str, int], list[LiveSegment]] = {}
-
-    def segments(self) -> Iterable[SegmentInfo]:
-        """All live segments, in the order of their ids."""
-        return [self._segments[number] for number in sorted(self._segments)]
-
-    def ranges(self, topic: str, partition: int) -> list[tuple[SegmentInfo, Range]]:
-        """Where the events of a partition are, by offset."""
-        return [(each.segment, each.range) for each in self._lanes.get((topic, partition), ())]
-
-    def find(self, topic: str, partition: int, offset: int) -> tuple[SegmentInfo, Range] | None:
-        """The range with this offset, or the next one after it; None when all are before."""
-        lane = self._lanes.get((topic, partition), [])
-        index = bisect_right(lane, offset, key=_first) - 1
-        if index >= 0 and lane[index].range.last_offset >= offset:
-            return lane[index].segment, lane[index].range
-        if index + 1 < len(lane):
-            return lane[index + 1].segment, lane[index + 1].range
-        return None
-
-    def topics(self) -> list[tuple[str, int]]:
-        """Every topic and partition with sealed events."""
-        return sorted(self._lanes)
-
-    def _take(self, change: Change) -> None:
-        gone = set(change.remove)
-        lanes = {
-            (each.topic, each.partition)
-            for number in gone
-            for each in self._segments[number].ranges
-        }
-        for key in lanes:
-            self._lanes[key] = [each for each in self._lanes[key] if each.segment.id not in gone]
-        for number in gone:
-            info = self._segments.pop(number)
-            self.total_bytes -= info.size_bytes
-            self._live_bytes -= encoded_size(info)
-        for info in change.add:
-            self._segments[info.id] = info
-            self.total_bytes += info.size_bytes
-            self._live_bytes += encoded_size(info)
-            for each in info.ranges:
-                self._place(info, each)
-        for key in lanes:
-            if not self._lanes[key]:
-                del self._lanes[key]
-        self.sealed_to, self.at_us, self.next_id = change.sealed_to, change.at_us, change.next_id
-        self.audit = change.audit or self.audit
-
-    def _overlap(self, change: Change) -> str | None:
-        """Where two live ranges would claim one offset: a reader could not know whom to believe."""
-        gone = set(change.remove)
-        added: dict[tuple[str, int], list[tuple[int, int]]] = {}
-        for info in change.add:
-            for each in info.ranges:
-                added.setdefault((each.topic, each.partition), []).append(
-                    (each.first_offset, each.last_offset)
-                )
-        for key, spans in added.items():
-            spans += [
-                (each.first_offset, each.range.last_offset)
-                for each in self._lanes.get(key, ())
-                if each.segment.id not in gone
-            ]
-            spans.sort()
-            for (_, last), (first, _) in pairwise(spans):
-                if first <= last:
-                    return f"two segments claim offset {first} of {key[0]!r} partition {key[1]}"
-        return None
-
-    def _place(self, info: SegmentInfo, each: Range) -> None:
-        lane = self._lanes.setdefault((each.topic, each.partition), [])
-        insort(lane, LiveSegment(each.first_offset, info, each), key=_first)
-
-    def _clear(self) -> None:
-        self._segments.clear()
-        self._lanes.clear()
-        self.total_bytes = self._live_bytes = 0
-
-
-def _first(each: LiveSegment) -> int:
-    return each.first_offset
-
-
-# -- manifest -------------------------------------------------------------------------------------
-
-
-# History may take twice what is live before it is dropped: each byte of the manifest is then
-# written one and a half times on average.
-DEAD_WEIGHT = 2
-# Below this a new generation would save nothing worth two syncs.
-MIN_REWRITE_BYTES = 256 * 1024
-# A generation lasts for many changes: losing the race against its removal twice does not happen.
-GENERATION_TRIES = 3
-
-
-class Report(msgspec.Struct, frozen=True):
-    """What opening a manifest for writing found."""
-
-    cut_bytes: int = 0
-    orphans: list[str] = []
-
-
-class Manifest(SegmentIndex):
+class Manifest:
     """The list of live segments. One writer; any number of readers that `refresh`.
 
     >>> from penstock.log.memory_disk import MemoryDisk
@@ -310,9 +79,21 @@ class Manifest(SegmentIndex):
     """
 
     def __init__(self, disk: Disk, *, write: bool) -> None:
-        super().__init__()
+        self.sealed_to = 0
+        """The journal position below which every event is in segments."""
+        self.at_us = 0
+        self.next_id = 1
+        self.audit: AuditMark | None = None
+        """How far the audit chain must reach: it lies in another folder, which may be lost."""
+        self.total_bytes = 0
+        """The size of all live segments."""
         self.generation = 0
         self.report = Report()
+        self._segments: dict[int, SegmentInfo] = {}
+        self._lanes: dict[tuple[str, int], list[LiveSegment]] = {}
+        """The live ranges of each topic and partition, by offset."""
+        self._live_bytes = 0
+        """The size of the live segments' records."""
         self._disk = disk
         self._write = write
         self._broken = False
@@ -335,7 +116,7 @@ class Manifest(SegmentIndex):
             manifest._open(max(generations))
         elif any(name.endswith(".parquet") for name in names):
             raise Corrupted(
-                f"{FOLDER}/ has segment files but no manifest, so nobody knows which of them are "
+                f"{FOLDER}/ has segment files but no manifest, so it is not known which are "
                 "live. Nothing was deleted: restore the newest manifest-*.log from a backup",
                 path=f"{FOLDER}/manifest-*.log",
             )
@@ -346,7 +127,58 @@ class Manifest(SegmentIndex):
             manifest._check_files(disk.list(FOLDER))
         return manifest
 
-    # -- changes -------------------------------------------------------------------------------
+    def refresh(self) -> bool:
+        """Read what the writer, in another process, committed since; True when there was something."""
+        before = (self.generation, self._end)
+        for _ in range(GENERATION_TRIES):
+            newest = self._newest()
+            try:
+                if newest > self.generation:
+                    self._forget()
+                    self._open(newest)
+                elif self.generation:
+                    self._read_on()
+                break
+            except FileNotFoundError:
+                self.generation = 0
+        return before != (self.generation, self._end)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    @property
+    def path(self) -> str:
+        """The path of its file."""
+        return _path(self.generation)
+
+    # -- live segments -----------------------------------------------------------------------------
+
+    def segments(self) -> Iterable[SegmentInfo]:
+        """All live segments, in the order of their ids."""
+        return [self._segments[number] for number in sorted(self._segments)]
+
+    def ranges(self, topic: str, partition: int) -> list[tuple[SegmentInfo, Range]]:
+        """The segments and ranges of a partition, by offset."""
+        return [(each.segment, each.range) for each in self._lanes.get((topic, partition), ())]
+
+    def find(self, topic: str, partition: int, offset: int) -> tuple[SegmentInfo, Range] | None:
+        """The range with this offset, or the next one after it; None when all are before."""
+        lane = self._lanes.get((topic, partition), [])
+        index = bisect_right(lane, offset, key=_first) - 1
+        if index >= 0 and lane[index].range.last_offset >= offset:
+            return lane[index].segment, lane[index].range
+        if index + 1 < len(lane):
+            return lane[index + 1].segment, lane[index + 1].range
+        return None
+
+    def topics(self) -> list[tuple[str, int]]:
+        """Every topic and partition with sealed events."""
+        return sorted(self._lanes)
+
+    # -- changes -----------------------------------------------------------------------------------
 
     def apply(
         self,
@@ -390,6 +222,24 @@ class Manifest(SegmentIndex):
         if self._end > max(MIN_REWRITE_BYTES, (1 + DEAD_WEIGHT) * self._live_bytes):
             self._begin_generation()
 
+    def unnamed(self) -> list[str]:
+        """Segment files that are there and in no record."""
+        live = {info.path for info in self._segments.values()}
+        paths = [f"{FOLDER}/{name}" for name in self._disk.list(FOLDER)]
+        return [path for path in paths if path.endswith(".parquet") and path not in live]
+
+    def remove_orphans(self) -> list[str]:
+        """Delete the files that `report` lists: left by a crash, in no record, not in use."""
+        removed = []
+        for path in self.report.orphans:
+            if self._write and self._disk.exists(path):
+                self._disk.remove(path)
+                removed.append(path)
+        if removed:
+            self._disk.sync_dir(FOLDER)
+        self.report = Report(cut_bytes=self.report.cut_bytes)
+        return removed
+
     def _append(self, frame: bytes) -> None:
         file = self._handle()
         try:
@@ -414,58 +264,57 @@ class Manifest(SegmentIndex):
             path=_path(self.generation),
         )
 
-    @property
-    def path(self) -> str:
-        """Its file."""
-        return _path(self.generation)
+    def _take(self, change: Change) -> None:
+        gone = set(change.remove)
+        lanes = {
+            (each.topic, each.partition)
+            for number in gone
+            for each in self._segments[number].ranges
+        }
+        for key in lanes:
+            self._lanes[key] = [each for each in self._lanes[key] if each.segment.id not in gone]
+        for number in gone:
+            info = self._segments.pop(number)
+            self.total_bytes -= info.size_bytes
+            self._live_bytes -= encoded_size(info)
+        for info in change.add:
+            self._segments[info.id] = info
+            self.total_bytes += info.size_bytes
+            self._live_bytes += encoded_size(info)
+            for each in info.ranges:
+                self._place(info, each)
+        for key in lanes:
+            if not self._lanes[key]:
+                del self._lanes[key]
+        self.sealed_to, self.at_us, self.next_id = change.sealed_to, change.at_us, change.next_id
+        self.audit = change.audit or self.audit
 
-    def unnamed(self) -> list[str]:
-        """Segment files that are there and in no record."""
-        live = {info.path for info in self._segments.values()}
-        paths = [f"{FOLDER}/{name}" for name in self._disk.list(FOLDER)]
-        return [path for path in paths if path.endswith(".parquet") and path not in live]
+    def _overlap(self, change: Change) -> str | None:
+        """Names an offset that two live ranges would claim, if there is one: a reader could not choose."""
+        gone = set(change.remove)
+        added: dict[tuple[str, int], list[tuple[int, int]]] = {}
+        for info in change.add:
+            for each in info.ranges:
+                added.setdefault((each.topic, each.partition), []).append(
+                    (each.first_offset, each.last_offset)
+                )
+        for key, spans in added.items():
+            spans += [
+                (each.first_offset, each.range.last_offset)
+                for each in self._lanes.get(key, ())
+                if each.segment.id not in gone
+            ]
+            spans.sort()
+            for (_, last), (first, _) in pairwise(spans):
+                if first <= last:
+                    return f"two segments claim offset {first} of {key[0]!r} partition {key[1]}"
+        return None
 
-    def remove_orphans(self) -> list[str]:
-        """Delete the files that `report` lists: left by a crash, in no record, in nobody's use."""
-        removed = []
-        for path in self.report.orphans:
-            if self._write and self._disk.exists(path):
-                self._disk.remove(path)
-                removed.append(path)
-        if removed:
-            self._disk.sync_dir(FOLDER)
-        self.report = Report(cut_bytes=self.report.cut_bytes)
-        return removed
+    def _place(self, info: SegmentInfo, each: Range) -> None:
+        lane = self._lanes.setdefault((each.topic, each.partition), [])
+        insort(lane, LiveSegment(each.first_offset, info, each), key=_first)
 
-    def refresh(self) -> bool:
-        """Take in what the writer, in another process, has committed since; True when it had."""
-        before = (self.generation, self._end)
-        for _ in range(GENERATION_TRIES):
-            newest = self._newest()
-            try:
-                if newest > self.generation:
-                    self._forget()
-                    self._open(newest)
-                elif self.generation:
-                    self._read_on()
-                break
-            except FileNotFoundError:
-                self.generation = 0
-        return before != (self.generation, self._end)
-
-    def _newest(self) -> int:
-        # Two looks at single names instead of a listing of all segments on each refresh.
-        if self.generation and self._disk.exists(_path(self.generation)):
-            return self.generation + self._disk.exists(_path(self.generation + 1))
-        return max(filter(None, map(_generation, self._disk.list(FOLDER))), default=0)
-
-    def close(self) -> None:
-        """Let go of the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    # -- the file ------------------------------------------------------------------------------
+    # -- the file ----------------------------------------------------------------------------------
 
     def _open(self, generation: int) -> None:
         self.generation = generation
@@ -505,6 +354,12 @@ class Manifest(SegmentIndex):
             self._decode(content)
         self._end += found.committed_end
 
+    def _newest(self) -> int:
+        # Two looks at single names instead of a listing of all segments on each refresh.
+        if self.generation and self._disk.exists(_path(self.generation)):
+            return self.generation + self._disk.exists(_path(self.generation + 1))
+        return max(filter(None, map(_generation, self._disk.list(FOLDER))), default=0)
+
     def _handle(self) -> File:
         if self._file is None:
             self._file = self._disk.open(_path(self.generation), write=self._write)
@@ -535,7 +390,7 @@ class Manifest(SegmentIndex):
         self._take(change)
 
     def _begin_generation(self) -> None:
-        """Write all that is live as a new file; the old one goes when the new one is durable."""
+        """Write all live segments as a new file; the old one is removed when the new one is durable."""
         snapshot = Change(
             at_us=self.at_us,
             sealed_to=self.sealed_to,
@@ -553,7 +408,7 @@ class Manifest(SegmentIndex):
             self._disk.remove(_path(self.generation - 1))
 
     def _check_files(self, names: Sequence[str]) -> None:
-        """Every live segment is there at its full length; what else lies about is an orphan."""
+        """Check that every live segment is there at its full length; other files are orphans."""
         here = set(names)
         for info in self._segments.values():
             if info.path.rpartition("/")[2] not in here:
@@ -576,7 +431,9 @@ class Manifest(SegmentIndex):
 
     def _forget(self) -> None:
         self.close()
-        self._clear()
+        self._segments.clear()
+        self._lanes.clear()
+        self.total_bytes = self._live_bytes = 0
         self._end = 0
 
     def _damaged(self, what: str) -> Corrupted:
@@ -588,6 +445,10 @@ class Manifest(SegmentIndex):
         )
 
 
+def _first(each: LiveSegment) -> int:
+    return each.first_offset
+
+
 def _path(generation: int) -> str:
     return f"{FOLDER}/manifest-{generation:08d}.log"
 
@@ -597,3 +458,125 @@ def _generation(name: str) -> int | None:
         number = name[len("manifest-") : -len(".log")]
         return int(number) if number.isdigit() else None
     return None
+
+
+# -- records of the file ---------------------------------------------------------------------------
+
+
+class Change(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One record: segments added and removed, and up to where the journal is in segments."""
+
+    at_us: int
+    sealed_to: int
+    next_id: int
+    format: int  # of the record; no default, so that it is always written
+    add: list[SegmentInfo] = []
+    remove: list[int] = []
+    audit: AuditMark | None = None  # None: as before
+
+
+class UnknownFormat(ValueError):
+    """A record of another format than this code reads; `version` says which."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(version)
+        self.version = version
+
+
+class _Version(msgspec.Struct):
+    format: int
+
+
+class Scan(NamedTuple):
+    """The content of the frames of a manifest file."""
+
+    changes: list[memoryview]  # encoded changes, committed
+    pending: memoryview | None  # a whole last record whose commit is not there
+    committed_end: int  # all frames before this are committed
+    whole_end: int  # all frames before this are whole
+    damaged_at: int | None  # where a frame is bad although something valid follows
+
+
+_decoder = msgspec.msgpack.Decoder(Change)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode_change(change: Change) -> bytes:
+    """A change as a record frame.
+
+    >>> view = memoryview(encode_change(Change(1, 2, 3, FORMAT)) + commit_frame())
+    >>> [decode_change(each).sealed_to for each in scan(view, 0).changes]
+    [2]
+    """
+    return _frame(RECORD, _encoder.encode(change))
+
+
+def encoded_size(info: SegmentInfo) -> int:
+    """The size of one segment in a record."""
+    return len(_encoder.encode(info))
+
+
+def commit_frame() -> bytes:
+    """The frame that commits the record before it."""
+    return _frame(COMMIT, b"")
+
+
+def decode_change(content: memoryview) -> Change:
+    """Decode the content of a record frame; ValueError when it is no change."""
+    version = msgspec.msgpack.decode(content, type=_Version).format
+    if version != FORMAT:
+        raise UnknownFormat(version)
+    return _decoder.decode(content)
+
+
+def _frame(marker: bytes, content: bytes) -> bytes:
+    return HEAD.pack(marker, len(content), _crc(marker, content)) + content
+
+
+def _crc(marker: bytes, content: bytes | memoryview) -> int:
+    return crc32(content, crc32(marker + len(content).to_bytes(4, "little")))
+
+
+def scan(view: memoryview, start: int) -> Scan:
+    """Read frames from `start`, which must be the beginning of one."""
+    changes: list[memoryview] = []
+    pending: memoryview | None = None
+    committed = at = start
+    while frame := _read(view, at):
+        marker, content = frame
+        at += HEAD.size + len(content)
+        if marker == RECORD:
+            if pending is not None:
+                return Scan(changes, None, committed, at, committed)
+            pending = content
+        else:
+            if pending is not None:
+                changes.append(pending)
+                pending = None
+            committed = at
+    damaged = at if at < len(view) and _later(view, at) else None
+    return Scan(changes, pending, committed, at, damaged)
+
+
+def _read(view: memoryview, at: int) -> tuple[bytes, memoryview] | None:
+    """The whole and valid frame at a position, or None."""
+    if at + HEAD.size > len(view):
+        return None
+    marker, length, crc = HEAD.unpack_from(view, at)
+    end = at + HEAD.size + length
+    if marker not in (RECORD, COMMIT) or length > MAX_RECORD_BYTES or end > len(view):
+        return None
+    content = view[at + HEAD.size : end]
+    return (marker, content) if _crc(marker, content) == crc else None
+
+
+def _later(view: memoryview, after: int) -> bool:
+    """Whether any valid frame follows a bad one: then the bad one had been acknowledged."""
+    data = bytes(view[after:])
+    for marker in (COMMIT, RECORD):
+        at = data.find(marker)
+        while at >= 0:
+            if _read(view, after + at):
+                return True
+            at = data.find(marker, at + 1)
+    return False

@@ -57,7 +57,7 @@ class Recovered(NamedTuple):
     epoch: int
     """The highest epoch seen; a writer takes the next."""
     torn_bytes: int
-    """Bytes, rounded up to blocks, of an interrupted write that was cut off; nobody relied on it."""
+    """Bytes, rounded up to blocks, of an interrupted write that was cut off; it was never acknowledged."""
     audited: list[tuple[int, Audited]]
     """Operator actions in the journal, by reference, for the audit chain to catch up with."""
     side: dict[bytes, int]

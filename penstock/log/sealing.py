@@ -1,22 +1,20 @@
-"""Rewriting: journal files and segments in, fewer and better segments out, every event kept.
+"""Sealing: journal files and small segments are rewritten as fewer and better segments, every event kept.
 
 Sealing a journal file, folding shared segments and merging small ones are the same `run` with
-different inputs. Events are laid in lanes (topic and partition), lanes are cut into runs (offsets
-that follow each other within one UTC day). A run of at least `min_segment_bytes` becomes segments
-of its own; the rest goes into shared segments. Before the inputs may go, the outputs are decoded
-and compared with what went in.
+different inputs. Events are sorted by topic and partition, and cut into runs (offsets that follow
+each other within one UTC day). A run of at least `min_segment_bytes` becomes segments of its own;
+the rest goes into shared segments. Before the inputs may go, the outputs are decoded and compared
+with the inputs.
 
-Choosing what to rewrite next: few files at the price of few rewrites. Pure planning.
+`plan_merge` chooses the segments to rewrite next. One rule bounds the work: a file is only rewritten
+together with others that are, in sum, at least as large as itself. So each rewrite at least doubles
+the file an event lies in, and an event is rewritten at most log2(target / min) times, six with the
+default settings, before its file is full.
 
-One rule bounds the work: a file is only rewritten together with others that are, in sum, at least
-as large as itself. So each rewrite at least doubles the file an event lies in, and an event is
-rewritten at most log2(target / min) times, six with the default settings, before its file is full.
-
-Where rewrites run: in a process of their own, so that publishing keeps its core, or in line.
-
-The process is ours to the last byte: started with the same interpreter, fed length-prefixed
-msgpack through its standard input, and gone when that ends, which it does when the parent dies.
-A job that fails leaves nothing behind that counts, so it may simply be run again.
+A `Sealer` runs rewrites: in a process of its own, so that publishing keeps its core, or in line. The
+process runs the same interpreter, reads length-prefixed msgpack from its standard input and ends
+with that input, so it ends when the parent dies. A job that fails leaves no file that counts, so it
+can be run again.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ import struct
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from itertools import chain, groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -47,7 +45,7 @@ from penstock.log.segment import (
     Range,
     SegmentInfo,
     Sized,
-    gather_groups,
+    row_groups,
     write_segment,
 )
 from penstock.log.segment_reader import GroupCache, SegmentReader
@@ -56,13 +54,21 @@ from penstock.model.errors import Corrupted, PenstockError, StorageError
 from penstock.model.settings import Sealing
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Iterator
-
     from penstock.log.manifest import Manifest
-    from penstock.log.segment import SegmentInfo
-    from penstock.model.settings import Sealing
 
-# -- rewrite --------------------------------------------------------------------------------------
+# Two or three neighbours are left alone: they will have more soon.
+MIN_NEIGHBOURS = 4
+
+JOURNAL_READER = "penstock.log.journal:sealed_batches"
+LENGTH = struct.Struct("<I")
+MAX_MESSAGE_BYTES = 1 << 30  # far above any job: a larger length means that the input is damaged
+NICENESS = 10  # sealing takes the time that publishing leaves
+FIRST_BACKOFF_S = 0.5
+MAX_BACKOFF_S = 30.0  # a sealer that cannot start is tried again twice a minute
+STOP_TIMEOUT_S = 5.0
+
+
+# -- one rewrite -----------------------------------------------------------------------------------
 
 
 class JournalInput(msgspec.Struct, frozen=True):
@@ -82,7 +88,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SealingResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rewrite made: hand it to `Manifest.apply` as one change."""
+    """The outcome of a rewrite: hand it to `Manifest.apply` as one change."""
 
     added: list[SegmentInfo]
     removed: list[int]
@@ -96,26 +102,17 @@ class SealingResult(msgspec.Struct, frozen=True, kw_only=True):
 BatchesOf = Callable[[Disk, int, int], Iterator[Packed]]
 
 
-def packed(batches: Iterable[EventBatch]) -> Iterator[Packed]:
-    """Batches that are decoded already, as `run` takes them."""
-    known = list(batches)
-    for at, each in enumerate(known):
-        yield Packed(
-            each.topic, each.partition, each.base_offset, each.count, at, known.__getitem__
-        )
-
-
 def run(disk: Disk, job: Job, batches_of: BatchesOf) -> SealingResult:
     """Do a rewrite. The inputs stay as they are; the outputs count once the manifest has them.
 
-    What is decoded at a time is a row group, what a file shares and the file itself: a journal file
+    Decoded at a time are a row group, the batches of a shared file and the file itself: a journal file
     may expand to many times its size.
     """
     batches, bytes_in = _read_inputs(disk, job, batches_of)
     events = sum(each.events for each in batches)
     added: list[SegmentInfo] = []
     for shared, part in cut_files(runs_of(batches), job.settings):
-        groups = gather_groups(part, job.settings.row_group_events)
+        groups = row_groups(part, job.settings.row_group_events)
         number = job.first_id + len(added)
         added.append(
             write_segment(disk, number, groups, shared=shared, zstd_level=job.settings.zstd_level)
@@ -133,6 +130,15 @@ def run(disk: Disk, job: Job, batches_of: BatchesOf) -> SealingResult:
     )
 
 
+def packed(batches: Iterable[EventBatch]) -> Iterator[Packed]:
+    """Decoded batches in the form that `run` takes."""
+    known = list(batches)
+    for at, each in enumerate(known):
+        yield Packed(
+            each.topic, each.partition, each.base_offset, each.count, at, known.__getitem__
+        )
+
+
 def _read_inputs(disk: Disk, job: Job, batches_of: BatchesOf) -> tuple[list[Packed], int]:
     batches: list[Packed] = []
     for part in job.journal:
@@ -145,6 +151,9 @@ def _read_inputs(disk: Disk, job: Job, batches_of: BatchesOf) -> tuple[list[Pack
             reader.close()
     size = sum(part.end - part.base for part in job.journal)
     return batches, size + sum(info.size_bytes for info in job.segments)
+
+
+# -- which file a batch goes to --------------------------------------------------------------------
 
 
 def runs_of(batches: Iterable[Packed]) -> Iterator[Iterator[Sized]]:
@@ -207,7 +216,7 @@ def _split_days(batch: EventBatch) -> list[EventBatch]:
 def cut_files(
     runs: Iterable[Iterator[Sized]], settings: Sealing
 ) -> Iterator[tuple[bool, Iterator[Sized]]]:
-    """Decide which file every batch goes to: yields (shared, batches) for each; take each before the next.
+    """Decide which file every batch goes to: yields (shared, batches) for each file; take each before the next.
 
     Files of one topic have at least `min_segment_bytes`, shared ones at least
     `target_segment_bytes` but for the last, so a rewrite leaves at most one small file.
@@ -270,7 +279,7 @@ def _size(batches: Iterable[Sized]) -> int:
 
 
 def _pieces(whole: Sized, target_bytes: int) -> list[Sized]:
-    """A batch larger than a file, in equal parts that are not."""
+    """A batch, cut into equal parts when it is larger than a file."""
     batch, size = whole
     parts = min(batch.count, size // target_bytes)
     if parts <= 1:
@@ -278,6 +287,9 @@ def _pieces(whole: Sized, target_bytes: int) -> list[Sized]:
     bounds = [batch.count * index // parts for index in range(parts + 1)]
     slices = [batch.slice(start, stop) for start, stop in pairwise(bounds)]
     return [(each, event_bytes(each)) for each in slices]
+
+
+# -- proof -----------------------------------------------------------------------------------------
 
 
 def prove(disk: Disk, job: Job, added: Sequence[SegmentInfo]) -> None:
@@ -322,11 +334,7 @@ def _content(homes: list[tuple[Range, SegmentReader]], wanted: Range) -> bytes:
     return content.digest()
 
 
-# -- merge ----------------------------------------------------------------------------------------
-
-
-# Two or three neighbours are left alone: they will have more soon.
-MIN_NEIGHBOURS = 4
+# -- what to rewrite next --------------------------------------------------------------------------
 
 
 def plan_merge(manifest: Manifest, settings: Sealing) -> Job | None:
@@ -351,7 +359,7 @@ def plan_fold(infos: Iterable[SegmentInfo], settings: Sealing) -> list[SegmentIn
     chosen: list[SegmentInfo] = []
     size = 0
     for weight, _, info in small:
-        # What does not fit the rule stays for later, and so does what would take much memory.
+        # Segments that do not fit the rule, or would take much memory, stay for later.
         full = size + weight > 2 * settings.target_segment_bytes
         if len(chosen) >= least and (weight > size or full):
             break
@@ -402,20 +410,11 @@ def _window(row: list[SegmentInfo], target_bytes: int) -> list[SegmentInfo] | No
     return best or None
 
 
-# -- sealer ---------------------------------------------------------------------------------------
-
-
-JOURNAL_READER = "penstock.log.journal:sealed_batches"
-LENGTH = struct.Struct("<I")
-MAX_MESSAGE_BYTES = 1 << 30  # far above any job; a length beyond it is not one of ours
-NICENESS = 10  # sealing takes what publishing leaves
-FIRST_BACKOFF_S = 0.5
-MAX_BACKOFF_S = 30.0  # a sealer that cannot start is tried again twice a minute
-STOP_TIMEOUT_S = 5.0
+# -- sealers ---------------------------------------------------------------------------------------
 
 
 class Sealer(Protocol):
-    """Something that runs rewrites."""
+    """Runs rewrites."""
 
     async def run(self, job: Job) -> SealingResult:
         """Do one rewrite; one at a time."""
@@ -427,7 +426,7 @@ class Sealer(Protocol):
 
 
 class InlineSealer:
-    """Runs rewrites right here, or wherever `execute` puts them: `mem:`, the simulator, tests."""
+    """Runs rewrites in this process, through `execute` if given: for `mem:`, the simulator, tests."""
 
     def __init__(
         self,
@@ -449,22 +448,6 @@ class InlineSealer:
 
     async def close(self) -> None:
         """Nothing to stop."""
-
-
-class Start(msgspec.Struct, frozen=True):
-    """First message to the process: where the data is and how to read its journal."""
-
-    root: str
-    reader: str
-
-
-class SealerReply(msgspec.Struct, frozen=True):
-    """What the process answers to a job: a result, or why there is none."""
-
-    result: SealingResult | None = None
-    code: str = ""
-    message: str = ""
-    errno: int = 0
 
 
 class SealerProcess:
@@ -497,7 +480,7 @@ class SealerProcess:
                     exit_code=code,
                 ) from error
             except BaseException:
-                await self._stop()  # an answer that nobody waits for would be taken for the next
+                await self._stop()  # its answer would be taken for that of the next job
                 raise
             self._deaths = 0
         if reply.result is None:
@@ -514,7 +497,7 @@ class SealerProcess:
             try:
                 self._child = await asyncio.shield(starting)
             except asyncio.CancelledError:
-                self._child = await starting  # half started it could not be stopped
+                self._child = await starting  # a process that is half started cannot be stopped
                 raise
             self._send(self._start)
         self._send(job)
@@ -536,7 +519,7 @@ class SealerProcess:
         if child is None:
             return None
         assert child.stdin is not None
-        child.stdin.close()  # the end of its input is the end of the process, even in mid-job
+        child.stdin.close()  # the process ends with its input, even in mid-job
         try:
             await asyncio.wait_for(child.wait(), STOP_TIMEOUT_S)
         except TimeoutError:
@@ -551,7 +534,7 @@ class SealerProcess:
 
 
 def _environment() -> dict[str, str]:
-    """The child finds the package where the parent found it."""
+    """An environment in which the child finds the package where the parent found it."""
     here = str(Path(__file__).resolve().parents[2])
     paths = [here, *(os.path.abspath(path) for path in sys.path if path)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
@@ -568,13 +551,29 @@ def _rebuild(reply: SealerReply) -> Exception:
     return StorageError(f"sealing failed; the journal keeps everything. It said: {reply.message}")
 
 
-# -- the child ---------------------------------------------------------------------------------
+# -- the process -----------------------------------------------------------------------------------
+
+
+class Start(msgspec.Struct, frozen=True):
+    """First message to the process: where the data is and how to read its journal."""
+
+    root: str
+    reader: str
+
+
+class SealerReply(msgspec.Struct, frozen=True):
+    """The answer of the process to a job: a result, or why there is none."""
+
+    result: SealingResult | None = None
+    code: str = ""
+    message: str = ""
+    errno: int = 0
 
 
 def main() -> None:
     """The sealing process: take jobs from standard input until it ends."""
     os.nice(NICENESS)
-    # Anything printed by accident must not land between replies.
+    # Text printed by accident must not land between replies.
     out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -591,7 +590,7 @@ def main() -> None:
 
 
 def _receive(inbox: queue.SimpleQueue[bytes]) -> None:
-    """Read messages beside the work, so that the parent's end is noticed in the middle of a job."""
+    """Read messages while a job runs, so that the process also ends in the middle of a job."""
     source = sys.stdin.buffer
     while True:
         head = source.read(LENGTH.size)

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from penstock.log.segment import (
     FORMAT,
     FORMAT_KEY,
-    Canonical,
+    CanonicalRows,
     ContentHash,
     Range,
     SegmentInfo,
@@ -82,7 +82,7 @@ class SegmentReader:
         self._cache = GroupCache() if cache is None else cache
         self._file: File | None = None
         self._parquet: pq.ParquetFile | None = None
-        self._hashed: tuple[int, Canonical] | None = None
+        self._hashed: tuple[int, CanonicalRows] | None = None
         self._data = memoryview(b"")
         self._row_ends = list(accumulate(span.rows for span in info.spans))
         self._byte_ends = list(accumulate(span.size_bytes for span in info.spans))
@@ -148,7 +148,7 @@ class SegmentReader:
                 self._rest(index)  # a scan goes through gigabytes, and has decoded all of this
 
     def _some_columns(self, index: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """Columns of a row group, in pieces where it is large: nobody needs all of it at once."""
+        """Columns of a row group, in pieces where it is large."""
         parquet = self._open(verify=True)
         count = self.info.spans[index].rows
         if not columns:
@@ -197,10 +197,10 @@ class SegmentReader:
                 wanted = last + 1
         return wanted - first_offset
 
-    def _canonical(self, index: int) -> Canonical:
+    def _canonical(self, index: int) -> CanonicalRows:
         # Ranges are proven in the order of their rows, so the last row group is the next one's too.
         if self._hashed is None or self._hashed[0] != index:
-            self._hashed = (index, Canonical(self._group(index)))
+            self._hashed = (index, CanonicalRows(self._group(index)))
         return self._hashed[1]
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Side files: large payloads beside the journal, so that they sit in nobody else's commit.
+"""Side files: large payloads beside the journal, so that they do not fill commits that others share.
 
 The file is durable before the journal entry that names it. In the entry the payload is replaced by
 its checksum; sealing puts the payload into the segment, and the side file goes.

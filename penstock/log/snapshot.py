@@ -1,7 +1,7 @@
 """Snapshots: the state folded up to a journal position, so that recovery need not begin at zero.
 
-A snapshot is a function of the journal alone. It is made by whoever reads a closed journal file
-anyway, the sealer, in its own process: the running bus never stops to describe itself.
+A snapshot is a function of the journal alone. Maintenance makes it from each
+closed journal file before that is sealed: the running bus never stops to describe itself.
 """
 
 from __future__ import annotations

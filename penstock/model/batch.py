@@ -1,19 +1,15 @@
-"""The head of an encoded batch: what it holds, how many events, and where its columns begin.
-
-EventBatch: the unit of everything, laid out as Arrow columns.
+"""EventBatch: the unit of everything, laid out as Arrow columns.
 
 A batch holds events of one topic and partition. Encoding joins buffers, decoding slices them, and
 the same bytes lie in the journal, travel over wires and wrap as Arrow arrays without copying
 (penstock.model.arrow). docs/reference/batch.md draws the layout.
 
-Columns that say the same for every event are stored once: consecutive tokens as their first, one
+Columns with the same value for every event are stored once: consecutive tokens as their first, one
 event time as one number. A batch of one therefore costs little more than its payload.
 
-What events take: the one measure of segments, of storage quotas and of recorded traffic.
-
-Each event counts 64 bytes for its fixed columns, and its payload, key and headers as they are,
-uncompressed. So a number is the same for events in memory, in the journal and in a segment, however
-they were packed.
+`event_bytes` is the one measure of segments, of storage quotas and of recorded traffic. Each event
+counts 64 bytes for its fixed columns, and its payload, key and headers as they are, uncompressed.
+So a number is the same for events in memory, in the journal and in a segment, in batches of any size.
 """
 
 from __future__ import annotations
@@ -21,7 +17,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,12 +36,6 @@ from penstock.model.errors import FormatTooNew, InvalidBatch, PenstockError
 from penstock.model.event import Event
 from penstock.model.token import TOKEN_BYTES, expand, token_at
 
-if TYPE_CHECKING:
-    from penstock.model.column import Bytes, Strings
-
-# -- batch_head -----------------------------------------------------------------------------------
-
-
 VERSION = 1
 # version, flags, count, partition, schema id, base offset, append time, event time of the first,
 # stored body bytes, raw body bytes, side file bytes, lengths of topic, tenant, codec and compressor
@@ -62,80 +52,18 @@ PRIORITY = 64
 EXPLICIT_TOKENS = 128
 APPEND_TIMES = 256
 
-
-class BatchHead(NamedTuple):
-    """The fixed part of an encoded batch: enough to index it without touching its columns."""
-
-    flags: int
-    count: int  # type: ignore[assignment]
-    partition: int
-    schema_id: int
-    base_offset: int
-    append_time_us: int
-    time_us: int
-    stored_bytes: int
-    raw_bytes: int
-    side_bytes: int
-    token_base: bytes
-    topic: str
-    tenant: str
-    codec: str
-    compressor: str
-    body_at: int
-
-    @property
-    def urgent(self) -> bool:
-        """Whether some of its events may have a priority."""
-        return bool(self.flags & PRIORITY)
-
-    @classmethod
-    def parse(cls, view: memoryview) -> BatchHead:
-        """Read the head of an encoded batch."""
-        if len(view) < HEAD.size:
-            raise InvalidBatch(f"{len(view)} bytes are too short for a batch")
-        version, *numbers, topic, tenant, codec, compressor, token = HEAD.unpack_from(view)
-        if version != VERSION:
-            raise FormatTooNew(
-                f"a batch of version {version} was met; this Penstock reads version {VERSION}. "
-                "Upgrade Penstock",
-                version=version,
-            )
-        names_end = HEAD.size + topic + tenant + codec + compressor
-        body_at = names_end + (-names_end & 7)
-        try:
-            names = str(view[HEAD.size : names_end], "ascii")
-        except UnicodeDecodeError:
-            raise InvalidBatch("the names in a batch head are not ASCII") from None
-        a, b, c = topic, topic + tenant, topic + tenant + codec
-        head = cls(*numbers, token, names[:a], names[a:b], names[b:c], names[c:], body_at)  # type: ignore[call-arg]
-        if head.count == 0 or body_at + head.stored_bytes > len(view):
-            raise InvalidBatch(
-                f"a batch of {head.count} events claims more than its {len(view)} bytes"
-            )
-        return head
-
-
-def expanded_bytes(data: Bytes) -> int:
-    """What an encoded batch that is compressed says that it expands to; 0 for any other bytes."""
-    if len(data) < HEAD.size:
-        return 0
-    fields = HEAD.unpack_from(data)
-    at = HEAD.size + sum(fields[_TOPIC_BYTES:_COMPRESSOR_BYTES])
-    name = bytes(data[at : at + fields[_COMPRESSOR_BYTES]])
-    return 0 if name == b"none" else int(fields[_RAW_BYTES])
-
-
-# -- batch ----------------------------------------------------------------------------------------
-
-
 # Head and body of a batch with three full columns stay below this, whatever a head claims.
 MAX_BODY_BYTES = 3 * MAX_COLUMN_BYTES
 STRIDE_EVENTS = 512
 NEVER_US = 0  # "does not expire" in the expiry column
 
-
 # What an event takes beside key, payload and headers: the fixed columns, uncompressed.
 EVENT_OVERHEAD_BYTES = 64
+
+_INT = struct.Struct("<i")
+
+
+# -- the batch ------------------------------------------------------------------------------------
 
 
 class EventBatch:
@@ -326,7 +254,7 @@ class EventBatch:
         self._stored = None
 
     def forget_encoding(self) -> None:
-        """Encode anew next time: a column was replaced."""
+        """A column was replaced: the next `encode` does not reuse the encoded form."""
         self._body = self._stored = None
 
     @classmethod
@@ -518,6 +446,9 @@ def _slice_bits(bits: Bytes | None, start: int, stop: int) -> bytes | None:
     return np.packbits(values[start:], bitorder="little").tobytes()
 
 
+# -- checks ---------------------------------------------------------------------------------------
+
+
 def same_length(count: int, **columns: Sequence[Any] | None) -> None:
     """Raise InvalidBatch unless every column that is there has `count` values."""
     if count == 0:
@@ -566,10 +497,72 @@ def check_columns(batch: EventBatch) -> None:
         raise InvalidBatch("a header is not text in UTF-8")
 
 
-# -- measure --------------------------------------------------------------------------------------
+# -- the head of an encoded batch -----------------------------------------------------------------
 
 
-_INT = struct.Struct("<i")
+class BatchHead(NamedTuple):
+    """The fixed part of an encoded batch: enough to index it without touching its columns."""
+
+    flags: int
+    count: int  # type: ignore[assignment]
+    partition: int
+    schema_id: int
+    base_offset: int
+    append_time_us: int
+    time_us: int
+    stored_bytes: int
+    raw_bytes: int
+    side_bytes: int
+    token_base: bytes
+    topic: str
+    tenant: str
+    codec: str
+    compressor: str
+    body_at: int
+
+    @property
+    def urgent(self) -> bool:
+        """Whether some of its events may have a priority."""
+        return bool(self.flags & PRIORITY)
+
+    @classmethod
+    def parse(cls, view: memoryview) -> BatchHead:
+        """Read the head of an encoded batch."""
+        if len(view) < HEAD.size:
+            raise InvalidBatch(f"{len(view)} bytes are too short for a batch")
+        version, *numbers, topic, tenant, codec, compressor, token = HEAD.unpack_from(view)
+        if version != VERSION:
+            raise FormatTooNew(
+                f"a batch of version {version} was met; this Penstock reads version {VERSION}. "
+                "Upgrade Penstock",
+                version=version,
+            )
+        names_end = HEAD.size + topic + tenant + codec + compressor
+        body_at = names_end + (-names_end & 7)
+        try:
+            names = str(view[HEAD.size : names_end], "ascii")
+        except UnicodeDecodeError:
+            raise InvalidBatch("the names in a batch head are not ASCII") from None
+        a, b, c = topic, topic + tenant, topic + tenant + codec
+        head = cls(*numbers, token, names[:a], names[a:b], names[b:c], names[c:], body_at)  # type: ignore[call-arg]
+        if head.count == 0 or body_at + head.stored_bytes > len(view):
+            raise InvalidBatch(
+                f"a batch of {head.count} events claims more than its {len(view)} bytes"
+            )
+        return head
+
+
+def expanded_bytes(data: Bytes) -> int:
+    """What an encoded batch that is compressed says that it expands to; 0 for any other bytes."""
+    if len(data) < HEAD.size:
+        return 0
+    fields = HEAD.unpack_from(data)
+    at = HEAD.size + sum(fields[_TOPIC_BYTES:_COMPRESSOR_BYTES])
+    name = bytes(data[at : at + fields[_COMPRESSOR_BYTES]])
+    return 0 if name == b"none" else int(fields[_RAW_BYTES])
+
+
+# -- sizes ----------------------------------------------------------------------------------------
 
 
 class Measure(NamedTuple):

@@ -1,6 +1,7 @@
-"""When Arrow is used to build Python values out of columns, and how it is started.
+"""Columns of variable length, laid out in memory the way Arrow lays them out.
 
-Columns of variable length, laid out in memory the way Arrow lays them out.
+`Strings` is a column of byte strings, `HeaderColumn` one of maps. Reading many values builds them with
+Arrow, once enough were read to be worth its start.
 """
 
 from __future__ import annotations
@@ -18,42 +19,8 @@ import pyarrow as pa
 
 from penstock.model.errors import InvalidBatch, InvalidHeaders
 
-# -- arrow_values ---------------------------------------------------------------------------------
-
-
 # How many values a process reads before Arrow's start is worth its price.
 AFTER_VALUES = 500_000
-
-
-class ArrowValues:
-    """Arrow builds Python objects four times as fast as slicing does, after a slow start.
-
-    Its first call imports pandas where that is installed: half a second, which a process that
-    reads little never gets back, and which no event should wait for.
-    """
-
-    def __init__(self) -> None:
-        self._ready = False
-        self._left = AFTER_VALUES
-
-    def worth(self, count: int) -> bool:
-        """Whether to build this many values with it."""
-        if not self._ready and self._left > 0:
-            self._left -= count
-            if self._left <= 0:
-                threading.Thread(target=self._start, name="penstock-arrow", daemon=True).start()
-        return self._ready
-
-    def _start(self) -> None:
-        pa.array([""]).dictionary_encode().indices.to_numpy(zero_copy_only=False)
-        self._ready = True
-
-
-arrow_values = ArrowValues()
-
-
-# -- column ---------------------------------------------------------------------------------------
-
 
 Bytes = bytes | bytearray | memoryview
 Headers = Mapping[str, str]
@@ -69,28 +36,7 @@ BULK_VALUES = 32
 FEW_DISTINCT = 4
 
 
-def padding(length: int) -> bytes:
-    """Zeros up to the next multiple of eight, so that every column stays aligned."""
-    return b"\0" * (-length & 7)
-
-
-def _offsets(lengths: Sequence[int], count: int) -> Bytes:
-    if count == 1:
-        return _PAIR.pack(0, lengths[0])
-    ends = np.zeros(count + 1, dtype=np.int64)
-    np.cumsum(lengths, out=ends[1:])
-    if ends[-1] > MAX_COLUMN_BYTES:
-        raise InvalidBatch(
-            f"a batch of {ends[-1]} bytes is over {MAX_COLUMN_BYTES}; publish it in smaller batches"
-        )
-    return ends.astype(np.int32).data.cast("B")
-
-
-class DistinctTexts(NamedTuple):
-    """The texts of a column, each once, and which of them stands where."""
-
-    texts: list[str]
-    places: npt.NDArray[np.int32]
+# -- columns --------------------------------------------------------------------------------------
 
 
 class Strings:
@@ -305,6 +251,30 @@ class HeaderColumn:
         return [(ends - first).astype(np.int32).tobytes(), *keys.parts(), *values.parts()]
 
 
+class DistinctTexts(NamedTuple):
+    """The texts of a column, each once, and which of them stands where."""
+
+    texts: list[str]
+    places: npt.NDArray[np.int32]
+
+
+def padding(length: int) -> bytes:
+    """Zeros up to the next multiple of eight, so that every column stays aligned."""
+    return b"\0" * (-length & 7)
+
+
+def _offsets(lengths: Sequence[int], count: int) -> Bytes:
+    if count == 1:
+        return _PAIR.pack(0, lengths[0])
+    ends = np.zeros(count + 1, dtype=np.int64)
+    np.cumsum(lengths, out=ends[1:])
+    if ends[-1] > MAX_COLUMN_BYTES:
+        raise InvalidBatch(
+            f"a batch of {ends[-1]} bytes is over {MAX_COLUMN_BYTES}; publish it in smaller batches"
+        )
+    return ends.astype(np.int32).data.cast("B")
+
+
 def _blame_headers(headers: Sequence[Headers | None]) -> None:
     for index, each in enumerate(headers):
         for name, text in (each or {}).items():
@@ -315,3 +285,33 @@ def _blame_headers(headers: Sequence[Headers | None]) -> None:
                     index=index,
                     header=repr(name),
                 )
+
+
+# -- building Python values with Arrow ------------------------------------------------------------
+
+
+class ArrowValues:
+    """Arrow builds Python objects four times as fast as slicing does, after a slow start.
+
+    Its first call imports pandas where that is installed: half a second, which a process that
+    reads little never gets back, and which no event should wait for.
+    """
+
+    def __init__(self) -> None:
+        self._ready = False
+        self._left = AFTER_VALUES
+
+    def worth(self, count: int) -> bool:
+        """Whether to build this many values with it."""
+        if not self._ready and self._left > 0:
+            self._left -= count
+            if self._left <= 0:
+                threading.Thread(target=self._start, name="penstock-arrow", daemon=True).start()
+        return self._ready
+
+    def _start(self) -> None:
+        pa.array([""]).dictionary_encode().indices.to_numpy(zero_copy_only=False)
+        self._ready = True
+
+
+arrow_values = ArrowValues()

@@ -24,7 +24,7 @@ class Draft:
         self.codec = codec
         self.batch: EventBatch | None = None
         self.final = False
-        """Whether the batch was compressed, or was found not worth it: nobody need look again."""
+        """Whether the batch was compressed, or found not worth compressing."""
         self.keys: Sequence[bytes | None] | None = None
         self.headers: Sequence[Headers | None] | None = None
         self.tokens: Sequence[bytes] | None = None
@@ -72,6 +72,6 @@ def _as_lists(batch: EventBatch) -> Draft:
             setattr(draft, name, column.tolist())
     if batch.times is None and batch.time_us:
         draft.times_us = [batch.time_us] * batch.count
-    if batch.explicit_tokens:  # those of anybody else are given anew with the offsets
+    if batch.explicit_tokens:  # other tokens are made with the offsets
         draft.tokens = [batch.token(index) for index in range(batch.count)]
     return draft

@@ -1,16 +1,4 @@
-"""The root of the error tree; penstock.model.errors holds the tree.
-
-Errors of identity and rights: part of the tree in penstock.model.errors.
-
-Errors of the way to a broker: part of the tree in penstock.model.errors.
-
-Errors of pipelines on Spark: part of the tree in penstock.model.errors.
-
-Errors of the data folder and the disk: part of the tree in penstock.model.errors.
-
-Errors of the lakehouse: part of the tree in penstock.model.errors.
-
-Every error Penstock raises, in one tree.
+"""Every error Penstock raises, in one tree.
 
     PenstockError                       code               what it is for
     ├── InvalidInput                    invalid.*          the caller's data breaks a written rule
@@ -95,210 +83,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-# -- error ----------------------------------------------------------------------------------------
-
-
-class PenstockError(Exception):
-    """The root: catch this to catch everything Penstock raises on purpose.
-
-    >>> error = PenstockError("no topic 'orders'", topic="orders")
-    >>> error.code, error.topic
-    ('error', 'orders')
-    """
-
-    code: ClassVar[str] = "error"
-
-    def __init__(self, message: str, **data: Any) -> None:
-        super().__init__(message)
-        self.message = message
-        self.data = data
-
-    def __getattr__(self, name: str) -> Any:
-        data: dict[str, Any] = self.__dict__.get("data", {})
-        try:
-            return data[name]
-        except KeyError:
-            raise AttributeError(f"{type(self).__name__} has no {name!r}") from None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (type(self), self.message, self.data))
-
-    def __str__(self) -> str:
-        return f"{self.message} [{self.code}]"
-
-
-def _rebuild(kind: type[PenstockError], message: str, data: dict[str, Any]) -> PenstockError:
-    return kind(message, **data)
-
-
-# -- access_errors --------------------------------------------------------------------------------
-
-
-class AccessDenied(PenstockError):
-    """This identity may not do that."""
-
-    code = "access.denied"
-
-
-class NotAuthenticated(AccessDenied):
-    """A token is missing, expired or not from here."""
-
-    code = "access.unauthenticated"
-
-
-# -- connection_errors ----------------------------------------------------------------------------
-
-
-class ConnectionFailed(PenstockError):
-    """The way to a broker."""
-
-    code = "connection"
-
-
-class BrokerUnreachable(ConnectionFailed):
-    """No broker answered within the deadline; nothing was sent."""
-
-    code = "connection.unreachable"
-
-
-class ConnectionLost(ConnectionFailed):
-    """The connection broke and the broker could not be asked again in time; `outcome` says what is known."""
-
-    code = "connection.lost"
-
-
-class ProtocolViolation(ConnectionFailed):
-    """Bytes that are no frame of the protocol, or a frame at the wrong time."""
-
-    code = "connection.protocol"
-
-
-class WrongProtocolVersion(ConnectionFailed):
-    """The other side speaks no version of the protocol that this side speaks."""
-
-    code = "connection.version"
-
-
-class SessionExpired(ConnectionFailed):
-    """The broker has forgotten this session: it was silent for too long."""
-
-    code = "connection.session-expired"
-
-
-# -- pipeline_errors ------------------------------------------------------------------------------
-
-
-class PipelineError(PenstockError):
-    """A pipeline on Spark, or what it needs to run."""
-
-    code = "pipeline"
-
-
-class UnfitEnvironment(PipelineError):
-    """Java or a package is missing or of a version that Spark does not take; nothing was started."""
-
-    code = "pipeline.environment"
-
-
-class PipelineFailed(PipelineError):
-    """A query ended with an error; its checkpoint holds the last batch that was done."""
-
-    code = "pipeline.failed"
-
-
-class BatchChanged(PipelineError):
-    """A batch of the sink was published in part, and its next attempt has other rows."""
-
-    code = "pipeline.batch-changed"
-
-
-# -- storage_errors -------------------------------------------------------------------------------
-
-
-class StorageError(PenstockError):
-    """The data folder or the disk below it."""
-
-    code = "storage"
-
-
-class FolderLocked(StorageError):
-    """Another process writes this folder; `holder` names it."""
-
-    code = "storage.locked"
-
-
-class FormatTooNew(StorageError):
-    """The folder was written by a newer Penstock."""
-
-    code = "storage.format-too-new"
-
-
-class Corrupted(StorageError):
-    """Stored bytes fail their checksum or a file is missing; nothing was deleted."""
-
-    code = "storage.corrupted"
-
-
-class UnreadableEntry(StorageError):
-    """A journal entry is whole and cannot be read; `path`, `offset` and `kind` name it."""
-
-    code = "storage.unreadable-entry"
-
-
-class WriterFailed(StorageError):
-    """The disk refused to make data durable; the writer stopped for good."""
-
-    code = "storage.writer-failed"
-
-
-class NotADataFolder(StorageError):
-    """The path holds something else than a Penstock folder."""
-
-    code = "storage.not-a-folder"
-
-
-# -- table_errors ---------------------------------------------------------------------------------
-
-
-class TableError(PenstockError):
-    """A warehouse or one of its tables."""
-
-    code = "table"
-
-
-class UnknownTable(TableError):
-    """No table of that name in this warehouse."""
-
-    code = "table.unknown"
-
-
-class CommitConflict(TableError):
-    """Other writers kept changing the table while a commit was tried; nothing of it was added."""
-
-    code = "table.conflict"
-
-
-class SchemaMismatch(TableError):
-    """A change of columns that the table or its format cannot make."""
-
-    code = "table.schema"
-
-
-class TableChanged(TableError):
-    """The files of a table are not those that its own properties list."""
-
-    code = "table.changed"
-
-
-class WarehouseFailed(TableError):
-    """The catalogue or the storage of a warehouse does not answer."""
-
-    code = "table.warehouse"
-
-
-# -- errors ---------------------------------------------------------------------------------------
-
-
 __all__ = [
     "AccessDenied",
     "AlreadyExists",
@@ -376,28 +160,46 @@ __all__ = [
 ]
 
 
+class PenstockError(Exception):
+    """The root: catch this to catch everything Penstock raises on purpose.
+
+    >>> error = PenstockError("no topic 'orders'", topic="orders")
+    >>> error.code, error.topic
+    ('error', 'orders')
+    """
+
+    code: ClassVar[str] = "error"
+
+    def __init__(self, message: str, **data: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.data = data
+
+    def __getattr__(self, name: str) -> Any:
+        data: dict[str, Any] = self.__dict__.get("data", {})
+        try:
+            return data[name]
+        except KeyError:
+            raise AttributeError(f"{type(self).__name__} has no {name!r}") from None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (type(self), self.message, self.data))
+
+    def __str__(self) -> str:
+        return f"{self.message} [{self.code}]"
+
+
+def _rebuild(kind: type[PenstockError], message: str, data: dict[str, Any]) -> PenstockError:
+    return kind(message, **data)
+
+
+# -- invalid input ---------------------------------------------------------------------------------
+
+
 class InvalidInput(PenstockError):
     """The caller's data breaks a written rule; nothing was stored."""
 
     code = "invalid"
-
-
-def over_limit(
-    kind: type[InvalidInput], name: str, value: int, found: str, advice: str
-) -> InvalidInput:
-    """The error for something larger than a setting of `limits` allows.
-
-    >>> over_limit(InvalidInput, "max_key_bytes", 8, "a key of 20 bytes", "Shorten it").data["setting"]
-    'limits.max_key_bytes'
-    """
-    setting = f"limits.{name}"
-    return kind(
-        f"{found} is over the limit ({setting} = {value}); nothing was stored. {advice}, or raise "
-        "the setting",
-        limit=name,
-        setting=setting,
-        value=value,
-    )
 
 
 class InvalidTopic(InvalidInput):
@@ -454,6 +256,27 @@ class DecodeFailed(InvalidInput):
     code = "invalid.decode"
 
 
+def over_limit(
+    kind: type[InvalidInput], name: str, value: int, found: str, advice: str
+) -> InvalidInput:
+    """The error for data that is larger than a setting of `limits` allows.
+
+    >>> over_limit(InvalidInput, "max_key_bytes", 8, "a key of 20 bytes", "Shorten it").data["setting"]
+    'limits.max_key_bytes'
+    """
+    setting = f"limits.{name}"
+    return kind(
+        f"{found} is over the limit ({setting} = {value}); nothing was stored. {advice}, or raise "
+        "the setting",
+        limit=name,
+        setting=setting,
+        value=value,
+    )
+
+
+# -- missing parts ---------------------------------------------------------------------------------
+
+
 class MissingPart(PenstockError):
     """Something asked for by name is not installed."""
 
@@ -482,6 +305,9 @@ class UnknownScheme(MissingPart):
     """A bus URL whose scheme no engine serves."""
 
     code = "missing.scheme"
+
+
+# -- not found -------------------------------------------------------------------------------------
 
 
 class NotFound(PenstockError):
@@ -532,6 +358,9 @@ class OffsetExpired(NotFound):
     code = "notfound.offset-expired"
 
 
+# -- delivery --------------------------------------------------------------------------------------
+
+
 class DeliveryError(PenstockError):
     """A settle call (ack, nack, extend, reject) that cannot be taken."""
 
@@ -570,6 +399,9 @@ class SomeNotSettled(DeliveryError):
     """
 
     code = "delivery.some-not-settled"
+
+
+# -- refused ---------------------------------------------------------------------------------------
 
 
 class Refused(PenstockError):
@@ -620,6 +452,9 @@ class Unsupported(Refused):
     code = "refused.unsupported"
 
 
+# -- limits ----------------------------------------------------------------------------------------
+
+
 class Rejected(PenstockError):
     """A limit was reached. `retry_after_s` says when to try again."""
 
@@ -666,6 +501,174 @@ class DiskFull(DiskRefused):
     """The disk has no room for more events; reads go on, publishing resumes with space."""
 
     code = "rejected.disk-full"
+
+
+# -- storage ---------------------------------------------------------------------------------------
+
+
+class StorageError(PenstockError):
+    """The data folder or the disk below it."""
+
+    code = "storage"
+
+
+class FolderLocked(StorageError):
+    """Another process writes this folder; `holder` names it."""
+
+    code = "storage.locked"
+
+
+class FormatTooNew(StorageError):
+    """The folder was written by a newer Penstock."""
+
+    code = "storage.format-too-new"
+
+
+class Corrupted(StorageError):
+    """Stored bytes fail their checksum or a file is missing; nothing was deleted."""
+
+    code = "storage.corrupted"
+
+
+class UnreadableEntry(StorageError):
+    """A journal entry is whole and cannot be read; `path`, `offset` and `kind` name it."""
+
+    code = "storage.unreadable-entry"
+
+
+class WriterFailed(StorageError):
+    """The disk refused to make data durable; the writer stopped for good."""
+
+    code = "storage.writer-failed"
+
+
+class NotADataFolder(StorageError):
+    """The path holds something else than a Penstock folder."""
+
+    code = "storage.not-a-folder"
+
+
+# -- connection ------------------------------------------------------------------------------------
+
+
+class ConnectionFailed(PenstockError):
+    """The way to a broker."""
+
+    code = "connection"
+
+
+class BrokerUnreachable(ConnectionFailed):
+    """No broker answered within the deadline; nothing was sent."""
+
+    code = "connection.unreachable"
+
+
+class ConnectionLost(ConnectionFailed):
+    """The connection broke and the broker could not be asked again in time; `outcome` says what is known."""
+
+    code = "connection.lost"
+
+
+class ProtocolViolation(ConnectionFailed):
+    """Bytes that are no frame of the protocol, or a frame at the wrong time."""
+
+    code = "connection.protocol"
+
+
+class WrongProtocolVersion(ConnectionFailed):
+    """The other side speaks no version of the protocol that this side speaks."""
+
+    code = "connection.version"
+
+
+class SessionExpired(ConnectionFailed):
+    """The broker has forgotten this session: it was silent for too long."""
+
+    code = "connection.session-expired"
+
+
+# -- access ----------------------------------------------------------------------------------------
+
+
+class AccessDenied(PenstockError):
+    """This identity may not do that."""
+
+    code = "access.denied"
+
+
+class NotAuthenticated(AccessDenied):
+    """A token is missing, expired or not from here."""
+
+    code = "access.unauthenticated"
+
+
+# -- pipelines -------------------------------------------------------------------------------------
+
+
+class PipelineError(PenstockError):
+    """A pipeline on Spark, or what it needs to run."""
+
+    code = "pipeline"
+
+
+class UnfitEnvironment(PipelineError):
+    """Java or a package is missing or of a version that Spark does not take; nothing was started."""
+
+    code = "pipeline.environment"
+
+
+class PipelineFailed(PipelineError):
+    """A query ended with an error; its checkpoint holds the last batch that was done."""
+
+    code = "pipeline.failed"
+
+
+class BatchChanged(PipelineError):
+    """A batch of the sink was published in part, and its next attempt has other rows."""
+
+    code = "pipeline.batch-changed"
+
+
+# -- tables ----------------------------------------------------------------------------------------
+
+
+class TableError(PenstockError):
+    """A warehouse or one of its tables."""
+
+    code = "table"
+
+
+class UnknownTable(TableError):
+    """No table of that name in this warehouse."""
+
+    code = "table.unknown"
+
+
+class CommitConflict(TableError):
+    """Other writers kept changing the table while a commit was tried; nothing of it was added."""
+
+    code = "table.conflict"
+
+
+class SchemaMismatch(TableError):
+    """A change of columns that the table or its format cannot make."""
+
+    code = "table.schema"
+
+
+class TableChanged(TableError):
+    """The files of a table are not those that its own properties list."""
+
+    code = "table.changed"
+
+
+class WarehouseFailed(TableError):
+    """The catalogue or the storage of a warehouse does not answer."""
+
+    code = "table.warehouse"
+
+
+# -- the rest --------------------------------------------------------------------------------------
 
 
 class RequestTimedOut(PenstockError):

@@ -1,7 +1,4 @@
-"""Event, and the small values that travel with it: message id, receipt, identity.
-
-Roles: what an identity may do. A tenant's role never reaches beyond the tenant.
-"""
+"""Event, and the small values that travel with it: message id, receipt, identity and its roles."""
 
 from __future__ import annotations
 
@@ -23,18 +20,28 @@ from penstock.model.topic import MAX_WORD_BYTES
 if TYPE_CHECKING:
     from penstock.model.batch import EventBatch
 
-# -- event ----------------------------------------------------------------------------------------
-
-
 # Headers of requests and replies.
 REPLY_TO = "penstock-reply-to"
 """The inbox that a request wants its reply in."""
 CORRELATION = "penstock-correlation"
-"""Which request it is, or answers."""
+"""The request that it is, or answers."""
 REJECTED = "penstock-rejected"
-"""Which request it answers with the reason why it became a dead letter."""
+"""The request that it answers with the reason why that became a dead letter."""
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+ADMIN = "admin"
+"""Everything, for all tenants."""
+OPERATOR = "operator"
+"""Changes topics, groups, routes and dead letters of its tenant."""
+READER = "reader"
+"""Looks at them, and publishes and consumes."""
+MONITOR = "monitor"
+"""Reads metrics and pressure, which show all tenants."""
+ROLES = (ADMIN, OPERATOR, READER, MONITOR)
+
+
+# -- events ---------------------------------------------------------------------------------------
 
 
 class MessageId(NamedTuple):
@@ -63,18 +70,6 @@ class MessageId(NamedTuple):
                 f"{text!r} is no message id; it looks like orders.created/0/42", id=text
             )
         return cls(topic, int(partition), int(offset))
-
-
-class Identity(msgspec.Struct, frozen=True):
-    """Who calls: the tenant it belongs to, its name and its roles.
-
-    >>> Identity(tenant="acme", subject="billing", roles=("reader",)).tenant
-    'acme'
-    """
-
-    tenant: Annotated[str, partial(parameter_text, least=1, most=MAX_WORD_BYTES)] = "default"
-    subject: str = "local"
-    roles: tuple[str, ...] = ()
 
 
 class Receipt(msgspec.Struct, frozen=True, gc=False):
@@ -225,15 +220,16 @@ def _reason(reason: str) -> str:
     return parameter_text("reason", cut)
 
 
-# -- role -----------------------------------------------------------------------------------------
+# -- identities -----------------------------------------------------------------------------------
 
 
-ADMIN = "admin"
-"""Everything, for all tenants."""
-OPERATOR = "operator"
-"""Changes topics, groups, routes and dead letters of its tenant."""
-READER = "reader"
-"""Looks at them, and publishes and consumes."""
-MONITOR = "monitor"
-"""Reads metrics and pressure, which show all tenants."""
-ROLES = (ADMIN, OPERATOR, READER, MONITOR)
+class Identity(msgspec.Struct, frozen=True):
+    """Who calls: the tenant it belongs to, its name and its roles.
+
+    >>> Identity(tenant="acme", subject="billing", roles=("reader",)).tenant
+    'acme'
+    """
+
+    tenant: Annotated[str, partial(parameter_text, least=1, most=MAX_WORD_BYTES)] = "default"
+    subject: str = "local"
+    roles: tuple[str, ...] = ()

@@ -1,13 +1,11 @@
-"""Sizes and durations as people write them: "64 MiB", "30d".
-
-The unit of a setting is the end of its name, so `file_bytes` understands "256MiB" and `lease_s`
-understands "5m", and both are printed back that way.
-
-Parameters: what callers pass, converted and checked once, before anything sees it.
+"""Parameters: values that callers pass, converted and checked once, before any other code uses them.
 
 Every converter takes the name of a parameter, its value and its bounds. It returns the value in the
 form that the engines know, or raises InvalidInput with the sentence "<parameter> is <expected>, not
 <value>". The fields of requests name their converter in their annotation, and `checked` applies them.
+
+Sizes and durations are text as people write them: "64 MiB", "30d". The unit of a setting is the end
+of its name, so `file_bytes` takes "256MiB" and `lease_s` takes "5m", and both are printed back that way.
 """
 
 from __future__ import annotations
@@ -26,9 +24,6 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from penstock.model.errors import InvalidInput
-
-# -- quantity -------------------------------------------------------------------------------------
-
 
 BYTES = {
     **{"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15},
@@ -50,85 +45,6 @@ SHOWN_SPANS = ("ms", "s", "min", "h", "d")
 # 18 digits hold every size and time there is and keep the arithmetic small.
 _PART = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([A-Za-z]*)\s*")
 
-
-def unit_of(name: str) -> str:
-    """The unit a field name ends in: "bytes", "s", "ms", or "" for a plain number.
-
-    >>> unit_of("file_bytes"), unit_of("lease_s"), unit_of("bytes_per_s"), unit_of("events_per_s")
-    ('bytes', 's', 'bytes', '')
-    """
-    if name.endswith("_per_s"):
-        return "bytes" if name.startswith("bytes") else ""
-    last = name.rpartition("_")[2]
-    return last if last in ("bytes", "s", "ms") else ""
-
-
-def parse(text: str | timedelta, unit: str) -> int | float:
-    """The number of `unit` that a text or a timedelta means; a text without a unit is in `unit` already.
-
-    >>> parse("64MiB", "bytes"), parse("1.5 GB", "bytes"), parse("1h30m", "s"), parse("1.5s", "ms")
-    (67108864, 1500000000, 5400, 1500)
-    >>> parse(timedelta(milliseconds=1500), "s"), parse(timedelta(seconds=2), "ms")
-    (1.5, 2000)
-    """
-    if isinstance(text, timedelta):
-        if unit not in SPANS_MS:
-            raise ValueError("is a duration")
-        value = Decimal(text // _MICROSECOND) * SPANS_MS["us"] / SPANS_MS[unit]
-        return int(value) if value == int(value) else float(value)
-    written = text.strip()
-    parts = [(Decimal(number), suffix) for number, suffix in _PART.findall(written)]
-    if not parts or _PART.sub("", written):
-        raise ValueError("is not a number with a unit")
-    if len(parts) > 1 and (unit == "bytes" or not all(suffix for _, suffix in parts)):
-        raise ValueError("is not a number with a unit")
-    value = sum((number * _factor(suffix, unit) for number, suffix in parts), Decimal(0))
-    return int(value) if value == int(value) else float(value)
-
-
-def _factor(suffix: str, unit: str) -> Decimal:
-    if unit == "bytes":
-        factors = {name.lower(): Decimal(factor) for name, factor in BYTES.items()}
-        found, known = factors.get(suffix.lower()), "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"
-    else:
-        base = SPANS_MS[unit]
-        found = SPANS_MS[suffix] / base if suffix in SPANS_MS else None
-        found, known = (Decimal(1) if not suffix else found), ", ".join(SPANS_MS)
-    if found is None:
-        raise ValueError(f"has an unknown unit {suffix!r}; known: {known}")
-    return found
-
-
-def show(value: Any, unit: str) -> str:
-    """A value the way a person would write it.
-
-    >>> show(67108864, "bytes"), show(2592000, "s"), show(1500, "ms"), show(None, "s"), show(5, "")
-    ('64 MiB', '30 d', '1500 ms', 'none', '5')
-    """
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return ", ".join(show(item, unit) for item in value)
-    if unit == "" or isinstance(value, str) or value == 0:
-        return f"{value:.15g}" if isinstance(value, float) else str(value)
-    if unit == "bytes":
-        steps = {name: Decimal(factor) for name, factor in BYTES.items() if name.endswith("iB")}
-        steps["B"] = Decimal(1)
-    else:
-        steps = {name: SPANS_MS[name] / SPANS_MS[unit] for name in SHOWN_SPANS}
-    exact = Decimal(str(value))
-    fitting = {name: step for name, step in steps.items() if exact % step == 0}
-    if not fitting:
-        return f"{value:g} {unit}"
-    name = max(fitting, key=lambda name: fitting[name])
-    return f"{int(exact / fitting[name])} {name}"
-
-
-# -- parameter ------------------------------------------------------------------------------------
-
-
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
 Converter = Callable[[str, Any], Any]
@@ -147,13 +63,12 @@ MAX_SIZE_BYTES = 1 << 50  # a pebibyte, as in the settings
 MAX_TOPIC_CHARACTERS = 255
 MAX_NAME_CHARACTERS = 128  # of a client, group or member: they stand in every lease of the journal
 MAX_ID_CHARACTERS = 300  # of a message: a topic of full length, a partition and an offset fit
-MAX_TEXT_CHARACTERS = 4_096  # of an actor or a reason: they stand in the audit chain for ever
+MAX_TEXT_CHARACTERS = 4_096  # of an actor or a reason: the audit chain keeps them
 MAX_IDS = 1_000  # in one request: each is a commit of its own, so this takes a second or two
 MAX_ITEMS = 1_000_000  # of a list in one request
 SHOWN_CHARACTERS = 80  # of a wrong value in its error, so that a hostile one cannot flood a log
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_MICROSECOND = timedelta(microseconds=1)
 _SINCE_EPOCH = re.compile(r"@([0-9]{1,12}(?:\.[0-9]{1,6})?)")
 _OFFSET = re.compile(r"offset:([0-9]{1,18})")
 _TIME = re.compile(r"time:(-?[0-9]{1,18})")
@@ -193,7 +108,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"
 
 
-# -- numbers ---------------------------------------------------------------------------------------
+# -- numbers --------------------------------------------------------------------------------------
 
 
 def count(parameter: str, value: Any, *, least: int = 0, most: int = INT64) -> int:
@@ -282,7 +197,7 @@ def size_bytes(parameter: str, value: Any, *, least: int = 1, most: int = MAX_SI
     raise refused(parameter, f"an amount of bytes {bounds}, such as 1000000 or '64MiB'", value)
 
 
-# -- texts -----------------------------------------------------------------------------------------
+# -- texts ----------------------------------------------------------------------------------------
 
 
 def text(parameter: str, value: Any, *, least: int = 0, most: int = MAX_TEXT_CHARACTERS) -> str:
@@ -355,7 +270,7 @@ def octets(parameter: str, value: Any, *, most: int = INT64) -> bytes:
     raise refused(parameter, f"bytes{bound}", value)
 
 
-# -- several values --------------------------------------------------------------------------------
+# -- several values -------------------------------------------------------------------------------
 
 
 def texts(parameter: str, value: Any, *, most: int = 1_024) -> dict[str, str]:
@@ -397,7 +312,7 @@ def many(
     return make(item(f"{parameter}[{at}]", each) for at, each in enumerate(found))
 
 
-# -- times and places ------------------------------------------------------------------------------
+# -- times and places -----------------------------------------------------------------------------
 
 
 def moment_us(
@@ -495,7 +410,7 @@ def wrong_type(error: msgspec.ValidationError) -> InvalidInput:
     )
 
 
-# -- requests --------------------------------------------------------------------------------------
+# -- requests -------------------------------------------------------------------------------------
 
 
 def checked(struct: S) -> S:
@@ -581,13 +496,97 @@ def _struct(parameter: str, value: Any, *, kind: type[msgspec.Struct]) -> msgspe
     return checked(value)
 
 
-# -- the types of fields ---------------------------------------------------------------------------
+# -- the types of fields --------------------------------------------------------------------------
 
 Name = Annotated[str, partial(text, least=1, most=MAX_TOPIC_CHARACTERS)]
 """A topic, a pattern or a group that a request is about; grammars are checked where one is made."""
+
 GroupName = Annotated[str, partial(text, least=1, most=MAX_NAME_CHARACTERS)]
+
 Id = Annotated[str, partial(text, least=1, most=MAX_ID_CHARACTERS)]
+
 Ids = Annotated[list[str], partial(many, item=text, most=MAX_IDS)]
+
 Number = Annotated[int, partial(count, least=-INT64)]
+
 Partition = Annotated[int, partial(count, most=(1 << 31) - 1)]
+
 Span = Annotated[float, seconds]
+
+
+# -- sizes and durations as text ------------------------------------------------------------------
+
+
+def unit_of(name: str) -> str:
+    """The unit a field name ends in: "bytes", "s", "ms", or "" for a plain number.
+
+    >>> unit_of("file_bytes"), unit_of("lease_s"), unit_of("bytes_per_s"), unit_of("events_per_s")
+    ('bytes', 's', 'bytes', '')
+    """
+    if name.endswith("_per_s"):
+        return "bytes" if name.startswith("bytes") else ""
+    last = name.rpartition("_")[2]
+    return last if last in ("bytes", "s", "ms") else ""
+
+
+def parse(text: str | timedelta, unit: str) -> int | float:
+    """The number of `unit` that a text or a timedelta means; a text without a unit is in `unit` already.
+
+    >>> parse("64MiB", "bytes"), parse("1.5 GB", "bytes"), parse("1h30m", "s"), parse("1.5s", "ms")
+    (67108864, 1500000000, 5400, 1500)
+    >>> parse(timedelta(milliseconds=1500), "s"), parse(timedelta(seconds=2), "ms")
+    (1.5, 2000)
+    """
+    if isinstance(text, timedelta):
+        if unit not in SPANS_MS:
+            raise ValueError("is a duration")
+        value = Decimal(text // _MICROSECOND) * SPANS_MS["us"] / SPANS_MS[unit]
+        return int(value) if value == int(value) else float(value)
+    written = text.strip()
+    parts = [(Decimal(number), suffix) for number, suffix in _PART.findall(written)]
+    if not parts or _PART.sub("", written):
+        raise ValueError("is not a number with a unit")
+    if len(parts) > 1 and (unit == "bytes" or not all(suffix for _, suffix in parts)):
+        raise ValueError("is not a number with a unit")
+    value = sum((number * _factor(suffix, unit) for number, suffix in parts), Decimal(0))
+    return int(value) if value == int(value) else float(value)
+
+
+def _factor(suffix: str, unit: str) -> Decimal:
+    if unit == "bytes":
+        factors = {name.lower(): Decimal(factor) for name, factor in BYTES.items()}
+        found, known = factors.get(suffix.lower()), "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"
+    else:
+        base = SPANS_MS[unit]
+        found = SPANS_MS[suffix] / base if suffix in SPANS_MS else None
+        found, known = (Decimal(1) if not suffix else found), ", ".join(SPANS_MS)
+    if found is None:
+        raise ValueError(f"has an unknown unit {suffix!r}; known: {known}")
+    return found
+
+
+def show(value: Any, unit: str) -> str:
+    """A value the way a person would write it.
+
+    >>> show(67108864, "bytes"), show(2592000, "s"), show(1500, "ms"), show(None, "s"), show(5, "")
+    ('64 MiB', '30 d', '1500 ms', 'none', '5')
+    """
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return ", ".join(show(item, unit) for item in value)
+    if unit == "" or isinstance(value, str) or value == 0:
+        return f"{value:.15g}" if isinstance(value, float) else str(value)
+    if unit == "bytes":
+        steps = {name: Decimal(factor) for name, factor in BYTES.items() if name.endswith("iB")}
+        steps["B"] = Decimal(1)
+    else:
+        steps = {name: SPANS_MS[name] / SPANS_MS[unit] for name in SHOWN_SPANS}
+    exact = Decimal(str(value))
+    fitting = {name: step for name, step in steps.items() if exact % step == 0}
+    if not fitting:
+        return f"{value:g} {unit}"
+    name = max(fitting, key=lambda name: fitting[name])
+    return f"{int(exact / fitting[name])} {name}"

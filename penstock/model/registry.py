@@ -3,8 +3,6 @@
 Codecs and compressors both live in a `Registry`. A package adds one by declaring an entry point
 in the group (`penstock.codecs` or `penstock.compressors`); nothing is imported, and no installed
 metadata is read, before an unknown name is asked for.
-
-The nearest known name, for errors that answer a misspelt one.
 """
 
 from __future__ import annotations
@@ -18,9 +16,6 @@ from penstock.model.errors import AlreadyExists, MissingPart
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-# -- registry -------------------------------------------------------------------------------------
-
 
 T = TypeVar("T")
 
@@ -118,11 +113,8 @@ class Registry(Generic[T]):
         return cast("T", part)
 
 
-# -- nearest --------------------------------------------------------------------------------------
-
-
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A sentence with the nearest name and a space after it; nothing when none is near.
+    """A sentence with the nearest known name, for the error about a misspelt one, or nothing.
 
     >>> did_you_mean("topcis", ["topics", "start"])
     "Did you mean 'topics'? "

@@ -1,8 +1,4 @@
-"""What every group of settings is made of: units, ranges, and a check when it is made.
-
-Settings of the daemon and of the clients that talk to it: part of penstock.model.settings.
-
-Everything an operator can tune: frozen groups with defaults, ranges and a sentence for each field.
+"""Everything an operator can tune: frozen groups with defaults, ranges and a sentence for each field.
 
 `Settings()` is a complete, safe configuration. A group checks itself when it is made, so a wrong
 value never travels: it raises `InvalidSettings` where it was written. Files, environment and flags
@@ -24,16 +20,13 @@ from penstock.model.errors import InvalidSettings
 from penstock.model.parameter import parse, shown, unit_of
 from penstock.model.topic import TENANT_NAME
 
-# -- setting --------------------------------------------------------------------------------------
-
-
 KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB
 TIB = 1024 * GIB
 DAY_S = 86_400
 
-# Upper ends are there to catch a slipped unit (bytes for MiB, ms for s), not to ration anyone.
+# Upper ends only catch a slip of the unit (bytes for MiB, ms for s).
 MAX_SIZE_BYTES = 1024 * TIB
 MAX_MEMORY_BYTES = 64 * GIB  # what one buffer of one process may sensibly hold
 MAX_SPAN_S = 36_525 * DAY_S  # a hundred years
@@ -77,7 +70,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                     key=name,
                     value=shown(value),
                 ) from None
-            # A list becomes a tuple and a dict a copy: nobody changes a frozen group from outside.
+            # A list becomes a tuple and a dict a copy, so that a frozen group cannot be changed from outside.
             msgspec.structs.force_setattr(self, name, checked)
 
 
@@ -117,7 +110,7 @@ def field_types(group: type[msgspec.Struct]) -> dict[str, Any]:
     return {field.name: field.type for field in msgspec.structs.fields(group)}
 
 
-# -- server_settings ------------------------------------------------------------------------------
+# -- the daemon and its clients --------------------------------------------------------------------
 
 
 class Server(Group, frozen=True):
@@ -295,7 +288,7 @@ class Client(Group, frozen=True):
     ] = ""
 
 
-# -- settings -------------------------------------------------------------------------------------
+# -- the bus ---------------------------------------------------------------------------------------
 
 
 class Durability(Group, frozen=True):
@@ -587,7 +580,7 @@ class Topics(Group, frozen=True):
 
 
 class Identity(Group, frozen=True):
-    """Who a local caller is when nobody authenticates."""
+    """Who a local caller is, without authentication."""
 
     tenant: Annotated[Name, about("Tenant of local calls.")] = "default"
     subject: Annotated[Name, about("Subject of local calls, as the audit trail names it.")] = (

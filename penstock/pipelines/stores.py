@@ -29,7 +29,7 @@ from penstock.log.audit_reader import read_identity
 from penstock.log.disk import RealDisk
 from penstock.log.event_log import InSegment
 from penstock.log.recovery import open_for_reading
-from penstock.log.segment import SegmentInfo, gather
+from penstock.log.segment import SegmentInfo, rows_of
 from penstock.log.segment_reader import SegmentReader
 from penstock.model.batch import EventBatch
 from penstock.model.errors import Corrupted, NotADataFolder, OffsetExpired
@@ -268,7 +268,7 @@ class FolderStore:
 
 
 def _gathered(batches: Sequence[EventBatch], columns: Sequence[str]) -> pa.RecordBatch:
-    return gather(batches).select(list(columns))
+    return rows_of(batches).select(list(columns))
 
 
 def _completed(
@@ -343,7 +343,7 @@ class BrokerStore:
                     topic=split.topic,
                     partition=split.partition,
                 )
-            yield gather(some).select(list(columns))
+            yield rows_of(some).select(list(columns))
             at = some[-1].end_offset
 
     def close(self) -> None:

@@ -8,18 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.core.delivery import (
-    MAX_LEASE_EVENTS,
-    QueueGroup,
-    adopt,
-    ledgers,
-    release,
-    reset,
-    restore,
-    revive,
-    take_back,
-    withdraw,
-)
+from penstock.core.delivery import MAX_LEASE_EVENTS, QueueGroup
 from penstock.core.entry import Acked, GroupPut, GroupSpec, LaneSet, Leased, Retried
 from penstock.core.lease import OUT, STATES, Lane, Lease
 from penstock.core.retry import Retry
@@ -137,7 +126,7 @@ def test_a_burial_from_before_a_reset_does_not_let_the_key_go_on() -> None:
     machine.peek_keys = lambda lane, start, count: [b"k"] * count
     lane = machine.lanes["orders", 0]
     machine.reject(*handed(machine, 0.0)[0], 1.0)
-    reset(machine, lane, 0)
+    machine.reset(lane, 0)
     assert offsets(handed(machine, 2.0)) == [0]
     machine.buried(lane, 0)
     assert handed(machine, 3.0) == []
@@ -257,7 +246,7 @@ def test_a_reset_fences_whoever_holds_something() -> None:
     machine.nack(*out[4], 0.0)
     lane = machine.lanes["orders", 0]
     machine.drain()
-    reset(machine, lane, 2)
+    machine.reset(lane, 2)
     with pytest.raises(Fenced):
         machine.ack(*out[3], 0.0)
     again = handed(machine, 100.0)
@@ -272,7 +261,7 @@ def test_what_an_operator_withdrew_cannot_be_settled() -> None:
     machine.nack(*out[1], 0.0)
     lane = machine.lanes["orders", 0]
     for offset in (0, 1):
-        withdraw(machine, lane, offset)
+        machine.withdraw(lane, offset)
     with pytest.raises(AlreadySettled):
         machine.ack(*out[0], 0.0)
     assert machine.members["worker"].inflight == 1
@@ -310,7 +299,7 @@ def test_a_dead_letter_lets_its_key_go_on_when_it_is_buried() -> None:
 def test_withdrawing_what_waits_for_its_key_keeps_the_order() -> None:
     machine = keyed([b"a", b"a", b"a"])
     (held,) = handed(machine, 0.0)
-    withdraw(machine, machine.lanes["orders", 0], 1)
+    machine.withdraw(machine.lanes["orders", 0], 1)
     assert handed(machine, 0.0) == [], "the key was let go while its first event is out"
     machine.ack(*held, 0.0)
     assert offsets(handed(machine, 0.0)) == [2]
@@ -324,7 +313,7 @@ def test_a_replayed_dead_letter_waits_for_its_key() -> None:
     machine.doomed.clear()
     machine.buried(lane, 0)
     (second,) = handed(machine, 0.0)
-    revive(machine, lane, 0, 0.0)
+    machine.revive(lane, 0, 0.0)
     assert handed(machine, 0.0) == [], "two events of a key are out"
     machine.ack(*second, 0.0)
     (again,) = handed(machine, 0.0)
@@ -338,7 +327,7 @@ def test_withdrawing_what_waits_by_priority() -> None:
     machine.arrived(lane, 3, prioritised=True)
     (held,) = handed(machine, 0.0)
     assert held[0].start == 1
-    withdraw(machine, lane, 2)
+    machine.withdraw(lane, 2)
     machine.ack(*held, 0.0)
     assert offsets(handed(machine, 0.0)) == [0]
 
@@ -381,7 +370,7 @@ def test_fences_go_on_after_a_restart() -> None:
     machine = group(1)
     (lease,) = machine.dispatch(0.0)
     again = QueueGroup("billing", machine.spec, fence=lease.fence + 1)
-    lane = restore(again, "orders", 0, ledgers(machine, 0.0)["orders", 0], 1, 0.0)
+    lane = again.restore("orders", 0, machine.ledgers(0.0)["orders", 0], 1, 0.0)
     again.join("worker", 1)
     (second,) = again.dispatch(0.0)
     assert second.fence > lease.fence
@@ -392,7 +381,7 @@ def test_restored_events_out_of_attempts_are_doomed_not_delivered() -> None:
     ledger = Ledger(0)
     ledger.leased(0, 1, attempt=5)
     machine = QueueGroup("billing", GroupSpec(patterns=("orders",)))
-    restore(machine, "orders", 0, ledger, 1, 0.0)
+    machine.restore("orders", 0, ledger, 1, 0.0)
     machine.join("worker", 1)
     assert machine.dispatch(0.0) == []
     assert [(each.offset, each.attempts) for each in machine.doomed] == [(0, 5)]
@@ -402,7 +391,7 @@ def test_a_restored_wait_goes_on() -> None:
     ledger = Ledger(0)
     ledger.retried(0, 1, made=2, delay_ms=700)
     machine = QueueGroup("billing", GroupSpec(patterns=("orders",)))
-    restore(machine, "orders", 0, ledger, 1, 100.0)
+    machine.restore("orders", 0, ledger, 1, 100.0)
     machine.join("worker", 1)
     assert machine.dispatch(100.6) == []
     assert machine.dispatch(100.7)[0].attempt == 3
@@ -413,8 +402,8 @@ def test_an_event_that_is_withdrawn_leaves_those_that_waited_with_it() -> None:
     ledger = Ledger(0)
     ledger.retried(0, 4, made=1, delay_ms=700)
     machine = QueueGroup("billing", GroupSpec(patterns=("orders",)))
-    lane = restore(machine, "orders", 0, ledger, 4, 0.0)
-    withdraw(machine, lane, 1)
+    lane = machine.restore("orders", 0, ledger, 4, 0.0)
+    machine.withdraw(lane, 1)
     assert machine.outstanding() == 3
     machine.join("worker", 10)
     assert machine.dispatch(0.6) == []
@@ -433,7 +422,7 @@ def test_what_was_returned_is_not_kept_for_who_held_it() -> None:
         if isinstance(entry, Retried):
             ledger.retried(entry.start, entry.count, entry.made, entry.delay_ms)
     again = QueueGroup("billing", machine.spec)
-    restore(again, "orders", 0, ledger, 2, 0.0, hold_s=30.0)
+    again.restore("orders", 0, ledger, 2, 0.0, hold_s=30.0)
     again.join("next", 2)
     assert {each.start: each.attempt for each in again.dispatch(0.0)} == {0: 2, 1: 1}
 
@@ -585,7 +574,7 @@ class Delivery(RuleBasedStateMachine):
                 self._waits(offset, 0.0)
             else:
                 self._failed(offset, 0.0)
-        take_back(self.machine, member, kept, self.now)
+        self.machine.return_unheld(member, kept, self.now)
 
     @rule(steps=st.sampled_from([1, 4, 17, 40]))
     def wait(self, steps: int) -> None:
@@ -692,7 +681,7 @@ class Delivery(RuleBasedStateMachine):
     @rule(data=st.data())
     def replay(self, data) -> None:
         offset = self._pick(data, "dead")
-        revive(self.machine, self.lane, offset, self.now)
+        self.machine.revive(self.lane, offset, self.now)
         self.known[offset].made = 0
         self._waits(offset, 0.0)
 
@@ -703,7 +692,7 @@ class Delivery(RuleBasedStateMachine):
         event = self.known[offset]
         if event.state == "out":
             self.stale.append((event.lease, offset - event.lease.start))
-        withdraw(self.machine, self.lane, offset)
+        self.machine.withdraw(self.lane, offset)
         self._write()
         self.ledger.acked(offset, 1)
         event.state = "dead"
@@ -722,7 +711,7 @@ class Delivery(RuleBasedStateMachine):
             elif event.state not in ("done", "dead"):
                 event.state = "done"
         self.ledger = Ledger(to)
-        reset(self.machine, self.lane, to)
+        self.machine.reset(self.lane, to)
 
     @precondition(lambda self: self.calm > 12)
     @rule(noted=st.booleans())
@@ -738,8 +727,8 @@ class Delivery(RuleBasedStateMachine):
             return [(offset, offset + 1) for offset in given] if noted else None
 
         count = len(self.known)
-        self.lane = restore(
-            self.machine, "orders", 0, self.ledger, count, self.now, handed=handed,
+        self.lane = self.machine.restore(
+            "orders", 0, self.ledger, count, self.now, handed=handed,
             urgent_to=count if self.urgent else 0,
         )  # fmt: skip
         self.stale = []
@@ -759,7 +748,7 @@ class Delivery(RuleBasedStateMachine):
     def live_state_is_replayed_state_is_the_model(self) -> None:
         self.calm += 1
         self._write()
-        live = ledgers(self.machine, self.now)["orders", 0]
+        live = self.machine.ledgers(self.now)["orders", 0]
         owed = ("out", "waiting", "dying")
         expected = {
             offset: event.made for offset, event in self.known.items() if event.state in owed
@@ -772,7 +761,7 @@ class Delivery(RuleBasedStateMachine):
 
     @invariant()
     def waits_are_what_is_left_of_them(self) -> None:
-        live = ledgers(self.machine, self.now)["orders", 0]
+        live = self.machine.ledgers(self.now)["orders", 0]
         waits = {o: run.delay_ms for run in live for o in range(run.start, run.stop)}
         for offset, event in self.known.items():
             if event.state == "waiting":
@@ -832,7 +821,7 @@ def test_what_a_member_came_back_without_comes_again_before_all_else() -> None:
     machine.drain()
     lease.hand(2, 30.0)  # two were in a stretch of their own, of which it said nothing
     machine.ack(lease, 5, 0.0)
-    take_back(machine, lease.member, {lease.fence: {3}}, 0.0)
+    machine.return_unheld(lease.member, {lease.fence: {3}}, 0.0)
     assert [bool(state == OUT) for state in lease.states] == [False] * 3 + [True] + [False] * 2
     assert (lease.open, lease.member.inflight, lease.lane.known) == (1, 1, 6)
     again = machine.dispatch(0.0)
@@ -846,7 +835,7 @@ def test_what_a_member_came_back_without_comes_again_before_all_else() -> None:
 
 def restored_with_hold(machine: QueueGroup, hold_s: float = 30.0) -> tuple[QueueGroup, object]:
     again = QueueGroup("billing", machine.spec, fence=machine.fence)
-    lane = restore(again, "orders", 0, ledgers(machine, 0.0)["orders", 0], 4, 0.0, hold_s)
+    lane = again.restore("orders", 0, machine.ledgers(0.0)["orders", 0], 4, 0.0, hold_s)
     return again, lane
 
 
@@ -865,7 +854,7 @@ def test_what_was_leased_waits_for_its_holder_who_takes_it_up_again() -> None:
     other = again.join("other", 10)
     assert again.dispatch(1.0) == []
     member = again.join("w", 10)
-    lease = adopt(again, lane, 0, 4, 1, member, 1.0)
+    lease = again.reclaim(lane, 0, 4, 1, member, 1.0)
     assert lease is not None
     assert list(lease.states) == [0, 5, 0, 0]
     assert member.inflight == 3
@@ -873,7 +862,7 @@ def test_what_was_leased_waits_for_its_holder_who_takes_it_up_again() -> None:
     for index in (0, 2, 3):
         again.ack(lease, index, 2.0)
     assert again.outstanding() == 0
-    assert adopt(again, lane, 0, 4, 1, member, 2.0) is None
+    assert again.reclaim(lane, 0, 4, 1, member, 2.0) is None
 
 
 def test_what_no_holder_takes_up_comes_again_after_the_hold() -> None:
@@ -891,17 +880,17 @@ def test_what_no_holder_takes_up_comes_again_after_the_hold() -> None:
 
 def test_a_wrong_attempt_adopts_nothing() -> None:
     again, lane = restored_with_hold(held_machine())
-    assert adopt(again, lane, 0, 4, 2, again.join("w", 10), 1.0) is None
+    assert again.reclaim(lane, 0, 4, 2, again.join("w", 10), 1.0) is None
 
 
 def test_what_is_released_comes_again_at_once_and_what_was_adopted_does_not() -> None:
     """T4, T5: the only holder is back; the attempt that it does not know of counts."""
     again, lane = restored_with_hold(held_machine())
     member = again.join("w", 10)
-    kept = adopt(again, lane, 0, 1, 1, member, 1.0)
+    kept = again.reclaim(lane, 0, 1, 1, member, 1.0)
     assert kept is not None
-    release(again, 1.0)
-    release(again, 1.0)
+    again.expire_unclaimed(1.0)
+    again.expire_unclaimed(1.0)
     leases = again.dispatch(1.0)
     assert sorted((lease.start, lease.attempt) for lease in leases) == [(2, 2), (3, 2)]
     again.ack(kept, 0, 2.0)
@@ -917,7 +906,7 @@ def journalled(machine: QueueGroup) -> tuple[QueueGroup, Lane]:
         state.apply(entry)
     again = QueueGroup("billing", machine.spec, fence=machine.fence)
     ledger = state.groups["billing"].ledgers["orders", 0]
-    return again, restore(again, "orders", 0, ledger, 6, 0.0, 30.0)
+    return again, again.restore("orders", 0, ledger, 6, 0.0, 30.0)
 
 
 def shared_machine() -> QueueGroup:
@@ -935,17 +924,17 @@ def test_a_holder_that_is_back_releases_its_own_and_nobody_elses() -> None:
     """T4, T5: what it does not adopt comes again as another attempt; others keep theirs."""
     again, lane = journalled(shared_machine())
     member = again.join("w", 10)
-    kept = adopt(again, lane, 0, 1, 1, member, 1.0)
+    kept = again.reclaim(lane, 0, 1, 1, member, 1.0)
     assert kept is not None
-    release(again, 1.0, "w")
-    release(again, 1.0, "w")
+    again.expire_unclaimed(1.0, "w")
+    again.expire_unclaimed(1.0, "w")
     given = {
         lease.start + at: lease.attempt
         for lease in again.dispatch(1.0)
         for at in range(lease.count)
     }
     assert given == {1: 2, 2: 2}
-    theirs = adopt(again, lane, 3, 3, 1, again.join("other", 3), 2.0)
+    theirs = again.reclaim(lane, 3, 3, 1, again.join("other", 3), 2.0)
     assert theirs is not None
     assert theirs.open == 3
     again.ack(kept, 0, 2.0)
@@ -956,7 +945,7 @@ def test_a_lease_that_only_a_snapshot_knows_waits() -> None:
     """T4: snapshots do not say who held it."""
     again, _ = restored_with_hold(held_machine())
     again.join("w", 10)
-    release(again, 1.0, "w")
+    again.expire_unclaimed(1.0, "w")
     assert again.dispatch(1.0) == []
     assert again.outstanding() == 3
 
@@ -974,5 +963,5 @@ def test_a_dumped_ledger_does_not_say_who_holds_what() -> None:
 def test_what_is_released_out_of_attempts_dies() -> None:
     again, _ = restored_with_hold(held_machine())
     again.spec = msgspec.structs.replace(again.spec, retry=Retry(max_attempts=1))
-    release(again, 1.0)
+    again.expire_unclaimed(1.0)
     assert [doomed.offset for doomed in again.doomed] == [0, 2, 3]

@@ -23,7 +23,7 @@ from starlette.applications import Starlette
 
 import penstock
 from penstock.core.admission import AdmissionLimits, TenantLimits
-from penstock.core.delivery import QueueGroup, ledgers
+from penstock.core.delivery import QueueGroup
 from penstock.core.entry import GroupSpec
 from penstock.core.lease import OUT, Lane
 from penstock.core.retry import Retry
@@ -330,7 +330,7 @@ def test_owed_by_leases_is_owed_by_events(order: str) -> None:
     for seed in range(60):
         group = random_walk(random.Random(seed), order)
         owed = owed_by(group)
-        debts = ledgers(group, 0.0)
+        debts = group.ledgers(0.0)
         assert owed.events == group.outstanding()
         lowest = {place: each.floor() for place, each in debts.items() if each.outstanding()}
         assert owed.lowest == lowest

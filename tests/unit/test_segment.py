@@ -18,8 +18,8 @@ from penstock.log.segment import (
     SegmentInfo,
     chunk_of,
     content_of,
-    gather,
-    gather_groups,
+    row_groups,
+    rows_of,
     write_segment,
 )
 from penstock.log.segment_reader import GroupCache, SegmentReader, verify_content, verify_segment
@@ -46,7 +46,7 @@ def sized(*batches):
 
 def write(disk, *batches, number=1, shared=False, group_events=4) -> SegmentInfo:
     disk.make_dir("segments")
-    groups = gather_groups(sized(*batches), group_events)
+    groups = row_groups(sized(*batches), group_events)
     return write_segment(disk, number, groups, shared=shared, zstd_level=1)
 
 
@@ -157,7 +157,7 @@ def test_gather_joins_what_to_arrow_makes_of_each():
         batch(base=7, count=40).slice(20, 30),
     ]
     joined = pa.Table.from_batches([to_arrow(each) for each in batches]).to_pylist()
-    found = gather(batches).to_pylist()
+    found = rows_of(batches).to_pylist()
     for row in (*joined, *found):
         row["headers"] = row["headers"] or []
     assert found == joined
@@ -165,7 +165,7 @@ def test_gather_joins_what_to_arrow_makes_of_each():
 
 def test_a_large_event_gets_a_row_group_of_its_own(monkeypatch):
     monkeypatch.setattr("penstock.log.segment.GROUP_MAX_BYTES", 1_000)
-    groups = list(gather_groups(sized(batch(payloads=[b"a", b"b" * 5_000, b"c", b"d"])), 100))
+    groups = list(row_groups(sized(batch(payloads=[b"a", b"b" * 5_000, b"c", b"d"])), 100))
     assert [group.num_rows for group in groups] == [1, 1, 2]
 
 
@@ -333,7 +333,7 @@ def test_the_file_has_what_other_tools_use():
 
 def test_a_file_that_decodes_to_something_else_is_not_written(monkeypatch):
     disk = MemoryDisk()
-    wrong = gather([batch(payloads=[b"other"] * 3)])
+    wrong = rows_of([batch(payloads=[b"other"] * 3)])
     monkeypatch.setattr(
         "penstock.log.segment.pq.ParquetFile.read_row_group",
         lambda self, index: pa.Table.from_batches([wrong]),

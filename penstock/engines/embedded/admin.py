@@ -16,7 +16,6 @@ import msgspec
 
 from penstock.core.admission import ADMITTED
 from penstock.core.audit import State
-from penstock.core.delivery import ledgers as owed
 from penstock.core.entry import (
     Entry,
     RecurringGone,
@@ -472,7 +471,7 @@ class Administration:
                 lanes.append(LaneInfo(*place, cursor, end, 0, lag, lost.get(place, 0)))
             members = sorted(log.readers)
         elif machine is not None:
-            ledgers, gone = owed(machine, engine.runtime.now()), unreadable(engine.log, machine)
+            ledgers, gone = machine.ledgers(engine.runtime.now()), unreadable(engine.log, machine)
             for place, lane in sorted(machine.lanes.items()):
                 waiting = ledgers[place].outstanding()
                 lag = lane.end - lane.cursor + waiting - gone.get(place, 0)

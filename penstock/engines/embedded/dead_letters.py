@@ -11,7 +11,6 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from penstock.core import delivery as intervention
 from penstock.core.audit import State
 from penstock.core.delivery import QueueGroup
 from penstock.core.entry import Acked, Audited, Dead, DeadPurged, DeadReplayed, Entry, as_recovered
@@ -312,7 +311,7 @@ class DeadLetterStore:
         audit = self._audit(actor, "dlq.replay", letter, reason, "replayed")
 
         def entries(_: list[Receipt]) -> list[Entry]:
-            intervention.revive(group, lane, letter.offset, self._engine.runtime.now())
+            group.revive(lane, letter.offset, self._engine.runtime.now())
             # Its return to the group goes into the same entry: a crash between two would lose it.
             return [*group.drain(), DeadReplayed(letter.id), audit]
 
@@ -390,7 +389,7 @@ class DeadLetterStore:
                 waits = offset >= lane.cursor
                 held = waits or any(run.holds(lane, offset) for run in group.unsettled())
                 status = "unsettled" if held else "settled"
-                intervention.withdraw(group, lane, offset)
+                group.withdraw(lane, offset)
             replace = msgspec.structs.replace
             return [
                 *([] if group is None else group.drain()),

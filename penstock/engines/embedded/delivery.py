@@ -19,16 +19,8 @@ from functools import partial
 from itertools import chain, islice
 from typing import Any, TypeVar
 
-from penstock.core import delivery as intervention
 from penstock.core.admission import AdmissionLimits, TenantCredit
-from penstock.core.delivery import (
-    BACK_WITHOUT,
-    MAX_LEASE_EVENTS,
-    QueueGroup,
-    adopt,
-    release,
-    take_back,
-)
+from penstock.core.delivery import BACK_WITHOUT, MAX_LEASE_EVENTS, QueueGroup
 from penstock.core.entry import Entry, GroupSpec
 from penstock.core.lease import OUT, STATES, Lane, Lease, Member, Run, check_span
 from penstock.core.routes import DIRECT
@@ -498,7 +490,7 @@ class Dispatcher:
         if gone is None:
             return
         self.forget_handed(gone)
-        intervention.end(gone)
+        gone.end()
         if name in self._alarms:
             self._alarms.pop(name)[1].cancel()
         for member in gone.members:
@@ -529,14 +521,14 @@ class Dispatcher:
         lane = group.lanes.get(place)
         if lane is None or not 0 < count <= MAX_LEASE_EVENTS:
             return None
-        lease = adopt(group, lane, start, count, attempt, inbox.member, now())
+        lease = group.reclaim(lane, start, count, attempt, inbox.member, now())
         return None if lease is None else LeasedRange(group, lease, 0, count, now, self.touched)
 
     def release(self, inbox: Inbox, *, alone: bool) -> None:
         """A member that is back holds what it adopted, and no more; `alone`: nor does anybody else."""
         group, member = inbox.group, inbox.member
         if self._inboxes.get((group.name, member.id)) is inbox:  # nobody took its place meanwhile
-            release(group, self._runtime.now(), None if alone else member.id)
+            group.expire_unclaimed(self._runtime.now(), None if alone else member.id)
             self.touched(group)
 
     def take_back(
@@ -553,7 +545,7 @@ class Dispatcher:
         for each in kept:
             indices = range(each.shift, each.shift + each.count)
             has.setdefault(each.lease.fence, set()).update(indices)
-        take_back(group, member, has, self._runtime.now(), reason)
+        group.return_unheld(member, has, self._runtime.now(), reason)
         member.away = member.away or away
         self.touched(group)
 

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.core import delivery as intervention
 from penstock.core.admission import Waiting
-from penstock.core.delivery import QueueGroup, restore
+from penstock.core.delivery import QueueGroup
 from penstock.core.entry import (
     FIRST_FENCE,
     Entry,
@@ -79,7 +78,7 @@ class Groups:
         for (topic, partition), ledger in group.ledgers.items():
             log = engine.log.partition(topic, partition)
             handed = engine.handovers.handed(name, topic, partition)
-            restore(machine, topic, partition, ledger, log.end, now, hold_s, handed, log.urgent_to)
+            machine.restore(topic, partition, ledger, log.end, now, hold_s, handed, log.urgent_to)
         group.ledgers = {}  # the machine knows better from now on
         return machine
 
@@ -403,7 +402,7 @@ class Groups:
                 if log is not None:
                     log.reset(place, offset)
                 elif machine is not None:
-                    intervention.reset(machine, machine.lanes[place], offset)
+                    machine.reset(machine.lanes[place], offset)
                     self._engine.dispatcher.forget_handed(machine, place)
             return [*written, *extra]
 

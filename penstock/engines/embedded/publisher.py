@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from penstock.core import delivery as intervention
 from penstock.core.admission import ADMITTED, Incoming, Waiting
 from penstock.core.entry import Entry, TopicPut, TopicSpec, as_recovered
 from penstock.core.partition import partition_of, partitions_of
@@ -750,7 +749,7 @@ class TopicMaker:
             for group in self._engine.dispatcher.groups.values():
                 lane = group.lanes.get((topic, partition))
                 if lane is not None:
-                    intervention.reset(group, lane, lane.end)
+                    group.reset(lane, lane.end)
                     del group.lanes[topic, partition]
                     self._engine.dispatcher.touched(group)  # its members may have room now
         self._engine.log.drop(self.places(topic))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.core import delivery as intervention
 from penstock.core.delivery import QueueGroup
 from penstock.core.lease import Lane, Run
 from penstock.engines.embedded.audit import AuditTrail
@@ -149,8 +148,8 @@ def _nothing_waits(original: Any) -> Any:
 
 DEFECTS = (
     Mutant("past-the-gate", "a key waits also while keys are loaded", QueueGroup, "_next_run", _past_the_gate),
-    Mutant("empty-leases", "a lease has events", intervention, "reset", _empty_leases),
-    Mutant("replayed-twice", "a dead letter comes back once", intervention, "revive", _replayed_twice, 20),
+    Mutant("empty-leases", "a lease has events", QueueGroup, "reset", _empty_leases),
+    Mutant("replayed-twice", "a dead letter comes back once", QueueGroup, "revive", _replayed_twice, 20),
     Mutant("flush-without-room", "a flush returns when it is durable", CommitLoop, "_take", _flush_without_room, 20),
     Mutant("audit-gives-up", "a full disk costs no audit record", AuditTrail, "_append", _audit_gives_up),
     Mutant("clock-stops", "a full disk delays what is delayed, no more", Scheduler, "_fire_delayed", _clock_stops),
