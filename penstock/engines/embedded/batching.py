@@ -250,7 +250,7 @@ class Batcher:
         self.compress(batch)
         return batch
 
-    def build_aside(self, draft: Draft) -> EventBatch:
+    def build_for_side_file(self, draft: Draft) -> EventBatch:
         """Lay out a draft of one whose payload goes to a file of its own, named by its token."""
         batch = draft.batch if draft.batch is not None else draft.build()
         batch.token_base = self._tokens.take(self._wall_us() // 1_000, 1)

@@ -72,7 +72,7 @@ class Scheduler:
 
     # -- delayed events --------------------------------------------------------------------------
 
-    def hold_back(self, draft: Draft) -> tuple[Draft, int]:
+    def as_delayed(self, draft: Draft) -> tuple[Draft, int]:
         """A draft as it is stored until its time comes, and that time."""
         if draft.batch is not None:  # each event gets headers of its own below
             draft = draft.subset(range(draft.count))
