@@ -152,9 +152,9 @@ class EmbeddedEngine:
             self.runtime,
             self.handovers,
             self.admission.limits,
-            hurry=self._hurry,
-            mention=self._mention,
-            bury=self.dead_letter_store.bury,
+            commit_now=self._commit_now,
+            commit_soon=self._commit_soon,
+            store_failed=self.dead_letter_store.store_failed,
             find_readers=lambda topic: self.groups.find_readers(topic),  # noqa: PLW0108 - made below
         )
         self.admission.on_reload = self.dispatcher.limit
@@ -243,10 +243,10 @@ class EmbeddedEngine:
                 if not isinstance(error, Rejected):  # which is tried again
                     log.error("something behind the bus failed: %s", error)
 
-    def _hurry(self) -> None:
+    def _commit_now(self) -> None:
         self.commits.hurry()
 
-    def _mention(self) -> None:
+    def _commit_soon(self) -> None:
         self.commits.mention()
 
     def _laid(self, placed: list[Placed]) -> None:
@@ -352,6 +352,6 @@ class EmbeddedEngine:
         """Everything settled so far is durable when it returns."""
         for group in list(self.dispatcher.groups.values()):
             if group.doomed:
-                self.dead_letter_store.bury(group)
+                self.dead_letter_store.store_failed(group)
         await self.dead_letter_store.settled()
         await self.commits.flush()
