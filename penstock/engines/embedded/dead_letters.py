@@ -374,7 +374,7 @@ class DeadLetterStore:
             state = "dead already" if letter.status == "dead" else "there already, and was replayed"
             raise AlreadyExists(
                 f"{id} is {state}; it was kept as it was. `penstock dlq inspect` shows it; purge it "
-                "first to make it anew",
+                "first to make another one",
                 id=id,
                 status=letter.status,
             )
