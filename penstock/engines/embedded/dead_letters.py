@@ -121,7 +121,7 @@ class DeadLetterStore:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """By id: held while an operator's action on a record is under way."""
 
-    # -- storing -----------------------------------------------------------------------------
+    # -- storing -------------------------------------------------------------------------------
 
     def store_failed(self, group: QueueGroup) -> None:
         """Take the events that a group gave up and store them among the dead letters."""
@@ -228,7 +228,7 @@ class DeadLetterStore:
             event.tenant, attempts, reason, at_us, receipt.offset,
         )  # fmt: skip
 
-    # -- retention ---------------------------------------------------------------------------
+    # -- retention -----------------------------------------------------------------------------
 
     async def forget_expired(self, tenants: Iterable[str]) -> None:
         """Drop records whose copies retention deleted: a record is kept as long as its copy."""
@@ -243,7 +243,7 @@ class DeadLetterStore:
             chunk = gone[start : start + FORGET_CHUNK]
             await self._engine.publisher.write_entries([DeadPurged(id) for id in chunk])
 
-    # -- operators ---------------------------------------------------------------------------
+    # -- operators -----------------------------------------------------------------------------
 
     def find(self, id: str) -> DeadLetter:
         """One dead letter."""

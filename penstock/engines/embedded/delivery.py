@@ -99,7 +99,7 @@ class Dispatcher:
         self._owner: dict[int, QueueGroup] = {}
         """The group of each new lease, by the lease's `id`."""
 
-    # -- groups and members ------------------------------------------------------------------
+    # -- groups and members --------------------------------------------------------------------
 
     def add(self, name: str, spec: GroupSpec, fence: int) -> QueueGroup:
         """Run the machine of a group."""
@@ -233,7 +233,7 @@ class Dispatcher:
         """The members of a group, by their ids."""
         return sorted(self.groups[name].members)
 
-    # -- leasing -----------------------------------------------------------------------------
+    # -- leasing -------------------------------------------------------------------------------
 
     def arrived(
         self, group: QueueGroup, place: tuple[str, int], end: int, prioritised: bool
@@ -293,7 +293,7 @@ class Dispatcher:
         self._timers.pop(group.name, None)
         self.pump(group)
 
-    # -- for the commit loop -----------------------------------------------------------------
+    # -- for the commit loop -------------------------------------------------------------------
 
     def news_bytes(self) -> int:
         """An upper bound on what the entries of `drain` would take in the journal."""
@@ -356,7 +356,7 @@ class Dispatcher:
                 group.ack(lease, at, now)
         self.touched(group)
 
-    # -- looking ahead -----------------------------------------------------------------------
+    # -- looking ahead -------------------------------------------------------------------------
 
     def _in_memory(self, lane: Lane, start: int, count: int) -> list[EventBatch] | None:
         try:

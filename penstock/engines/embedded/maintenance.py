@@ -170,7 +170,7 @@ class Maintenance:
         while await self.round():
             pass
 
-    # -- sealing -----------------------------------------------------------------------------
+    # -- sealing -------------------------------------------------------------------------------
 
     def _closed_files(self) -> list[JournalInput]:
         engine = self._engine
@@ -307,7 +307,7 @@ class Maintenance:
         except (OSError, PenstockError) as error:  # it is written after the next start
             log.warning("how far the audit chain reaches could not be noted: %s", error)
 
-    # -- retention ---------------------------------------------------------------------------
+    # -- retention -----------------------------------------------------------------------------
 
     def retention_of(self, topic: str) -> Retention:
         """The retention of one topic: its own settings, else the general ones."""
@@ -361,7 +361,7 @@ class Maintenance:
             return set()
         return {info.id for info, each in sealed if each.last_offset >= lowest}
 
-    # -- removing files ----------------------------------------------------------------------
+    # -- removing files ------------------------------------------------------------------------
 
     def _discard(
         self, path: str, size_bytes: int, before: Callable[[], None] = lambda: None
