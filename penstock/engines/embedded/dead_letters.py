@@ -125,19 +125,19 @@ class DeadLetterStore:
 
     def store_failed(self, group: QueueGroup) -> None:
         """Take the events that a group gave up and store them among the dead letters."""
-        doomed, group.doomed = group.doomed, []
-        for start in range(0, len(doomed), STORE_CHUNK):
-            chunk = doomed[start : start + STORE_CHUNK]
+        failed, group.doomed = group.doomed, []
+        for start in range(0, len(failed), STORE_CHUNK):
+            chunk = failed[start : start + STORE_CHUNK]
             self._storing.add(self._engine.spawn(self._store(group, chunk)))
 
     async def settled(self) -> None:
         """Wait until the events given up so far are stored; raises DiskRefused when the disk is full."""
         await self._storing.settled()
 
-    async def _store(self, group: QueueGroup, doomed: Sequence[Doomed]) -> None:
+    async def _store(self, group: QueueGroup, failed: Sequence[Doomed]) -> None:
         found: list[tuple[Doomed, Event]] = []
         gone: list[Doomed] = []
-        for each in doomed:
+        for each in failed:
             lane = each.lane
             try:
                 event = await self._engine.event_at(lane.topic, lane.partition, each.offset)

@@ -238,7 +238,7 @@ class Dispatcher:
     def arrived(
         self, group: QueueGroup, place: tuple[str, int], end: int, prioritised: bool
     ) -> None:
-        """Committed events may be handed out; `pump` must follow."""
+        """Events of a partition, up to `end`, may be leased; `pump` must follow."""
         lane = group.lanes.get(place)
         if lane is not None:
             group.arrived(lane, end, prioritised=prioritised)
@@ -485,7 +485,7 @@ class Inbox:
         _wake(self._arrival)
 
     def stop(self, error: PenstockError) -> None:
-        """Refuse what arrives from now on; `receive` raises the error."""
+        """Take no more batches; `receive` raises the error when it has returned the last one."""
         self._stopped = error
         _wake(self._arrival)
         _wake(self._drained)
@@ -770,7 +770,7 @@ class FileReads:
                 del batches  # they may be large, and the next ones are read now
             following = lease.states.find(OUT, offset - lease.start)
             if following < 0:
-                return  # all was put, or what is left was taken back meanwhile
+                return  # all events were put, or the others were taken back meanwhile
             offset = lease.start + following
             first.reading = self._spawn(self._read(lease, offset))
 

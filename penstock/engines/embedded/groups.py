@@ -273,7 +273,7 @@ class Groups:
             yield from (topic for topic in self._topics.select(pattern) if topic in topics)
 
     def _forget_readers(self, name: str) -> None:
-        """Have the dispatcher find out again who reads the topics of a group."""
+        """Have the dispatcher find out again which groups read the topics of this one."""
         if self._engine.dispatcher.readers:
             for topic in self._read_by(name):
                 self._engine.dispatcher.forget_readers(topic)

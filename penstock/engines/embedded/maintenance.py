@@ -265,7 +265,7 @@ class Maintenance:
     ) -> SealingResult:
         """Wait for a job, and keep the folder within its bound meanwhile.
 
-        Not while segments are merged: retention would take what is being read.
+        Retention stops while segments are merged: it would delete the ones that are being read.
         """
         job = asyncio.ensure_future(work)
         try:

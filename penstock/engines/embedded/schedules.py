@@ -234,7 +234,7 @@ class Scheduler:
 
 
 def _in_one_entry(due: list[tuple[Definition, int]]) -> list[tuple[Definition, int]]:
-    """The first of what is due, as many as one journal entry should hold."""
+    """The first events that are due, as many as one journal entry should hold."""
     size = 0
     for number, (definition, _) in enumerate(due):
         size += len(definition.payload)
