@@ -286,11 +286,11 @@ class Publisher:
             [at for _, at in parts],
             size,
             drafts[0].tenant if drafts else "",
-            list(entries),
-            with_places if when_taken is not None else None,
-            check,
-            brings_news,
-            for_publish,
+            entries=list(entries),
+            when_taken=with_places if when_taken is not None else None,
+            check=check,
+            brings_news=brings_news,
+            for_publish=for_publish,
         )
         return _by_draft(drafts, shares, receipts)
 
@@ -318,6 +318,7 @@ class Publisher:
         partitions: list[int],
         size: int,
         tenant: str,
+        *,
         entries: list[Entry] | None = None,
         when_taken: Callable[[list[Receipt]], list[Entry]] | None = None,
         check: Callable[[], None] | None = None,
