@@ -1,7 +1,7 @@
-"""Credential: the token a client shows, as it is when a connection is made.
+"""The token that a client shows to a broker, read again for each connection.
 
-A token that is short-lived has a successor: in a file that something renews, or from a function of the
-application. Either is asked whenever a connection is made, so a worker outlives its first token.
+A short-lived token comes from a file that is renewed, or from a function of the application. It is read
+whenever a connection is made, so a worker goes on after its first token has expired.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from penstock.model.errors import InvalidSettings
 from penstock.model.parameter import refused, text
 from penstock.model.settings import Client
 
-MAX_TOKEN_CHARACTERS = 8_192  # what a broker reads of one
+MAX_TOKEN_CHARACTERS = 8_192  # a broker reads no more
 
 Token = str | Callable[[], str | Awaitable[str]]
-"""A token, or what gives the newest one; `connect(token=...)` takes either."""
+"""A token, or a function that returns the newest one; `connect(token=...)` takes either."""
 
 
 class Credential:
-    """Where a client has its token from.
+    """The source of a client's token.
 
     >>> Credential(Client(token="secret"), None).renews
     False
@@ -42,16 +42,16 @@ class Credential:
 
     @property
     def given(self) -> bool:
-        """Whether there is a token at all."""
+        """Whether a token was given."""
         return bool(self._file or self._token)
 
     @property
     def renews(self) -> bool:
-        """Whether the next token may be another one."""
+        """Whether the next connection may get another token."""
         return bool(self._file) or callable(self._token)
 
     async def current(self) -> str:
-        """The token to show now; raises InvalidSettings when there is none to be had."""
+        """The token to show now; raises InvalidSettings when file or function gives none."""
         try:
             if self._file:
                 return (await asyncio.to_thread(Path(self._file).read_text)).strip()

@@ -1,8 +1,7 @@
-"""The shape every engine has: what the bus asks of it, in seven methods and two kinds of feed.
+"""The Protocol of every engine: eight methods that the bus calls, and two kinds of feed.
 
-Later engines (broker, JetStream, RabbitMQ) follow the same Protocol and pass the same suite,
-penstock.testing.conformance. What an engine cannot do it leaves out of `capabilities` and refuses
-with Unsupported.
+Every engine passes the same tests, `penstock.testing.conformance`. What an engine cannot do is missing
+in its `capabilities`, and it refuses such a request with Unsupported.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class ReadRange(NamedTuple):
 
 
 class Subscribe(msgspec.Struct, frozen=True):
-    """Everything an engine needs to know to open a feed."""
+    """Who joins which group, and how: all that an engine needs to open a feed."""
 
     group: GroupName
     spec: GroupSpec
@@ -39,33 +38,33 @@ class Subscribe(msgspec.Struct, frozen=True):
     max_inflight: Annotated[int, partial(count, least=1, most=MAX_INFLIGHT)]
     identity: Identity = Identity()
     handed: Annotated[dict[tuple[str, int], ReadRange], untouched] = {}
-    """Log mode, by topic and partition: what the member has from before the broker was restarted."""
+    """Log mode, by topic and partition: events the member was handed before the broker restarted."""
 
 
 class Delivery(Protocol):
-    """A stretch of leased events; `index` counts in its batch."""
+    """Consecutive leased events of one batch; `index` counts from the first of them."""
 
     batch: EventBatch
     attempt: int
 
     def hand(self) -> Event | None:
-        """The next event for the consumer, its lease running from now; None when all are out."""
+        """The next event, whose lease runs from now; None when all were handed out."""
         ...
 
     def ack(self, index: int) -> None:
-        """Done."""
+        """The event is done."""
         ...
 
     def nack(self, index: int, delay_s: float | None, reason: str) -> None:
-        """Again, later."""
+        """The event is to be delivered again, later."""
         ...
 
     def extend(self, index: int, seconds: float | None) -> None:
-        """More time."""
+        """The consumer needs more time for the event."""
         ...
 
     def reject(self, index: int, reason: str) -> None:
-        """Dead."""
+        """The event becomes a dead letter."""
         ...
 
 
@@ -73,7 +72,7 @@ class QueueFeed(Protocol):
     """Leased events for one member of a queue group."""
 
     async def receive(self) -> Delivery:
-        """Wait for the next stretch of events."""
+        """Wait for the next events."""
         ...
 
     async def close(self) -> None:
@@ -82,11 +81,11 @@ class QueueFeed(Protocol):
 
 
 class Handed(NamedTuple):
-    """A batch in the hands of a log group's member."""
+    """A batch that a member of a log group was handed."""
 
     batch: EventBatch
     epoch: int
-    """Between which resets of the group it was read."""
+    """How many resets of the group lie before its reading."""
 
 
 class LogFeed(Protocol):
@@ -97,13 +96,13 @@ class LogFeed(Protocol):
         ...
 
     def mark(self, topic: str, partition: int, offset: int, epoch: int) -> None:
-        """The consumer is through with everything before `offset`, as handed out in an epoch."""
+        """The consumer is done with everything before `offset` that was handed out in an epoch."""
         ...
 
     async def commit(self) -> None:
-        """Make what was marked the group's place; raises Fenced when it is not ours.
+        """Make the marked offsets the group's; raises Fenced when a partition is not this member's.
 
-        What was read before a reset is left out: a commit does not undo it.
+        Marks from before a reset are left out: a commit does not undo a reset.
         """
         ...
 
@@ -126,7 +125,7 @@ class Transaction(msgspec.Struct):
     acks: list[Settle] = []
     cursors: list[LogFeed] = []
     key: bytes | None = None
-    """It happens at most once for this token and its tenant."""
+    """The transaction happens at most once for this key and its tenant."""
     tenant: str = "default"
 
 
@@ -138,13 +137,14 @@ class Engine(Protocol):
     """A place where events live."""
 
     capabilities: frozenset[str]
+    """Names of the optional features that it has."""
 
     async def open(self) -> None:
-        """Connect, recover, be ready."""
+        """Connect or recover; the engine can be used when it returns."""
         ...
 
     async def close(self) -> None:
-        """Flush and let go."""
+        """Flush, and release what `open` took."""
         ...
 
     async def publish(self, draft: Draft) -> Receipt:
@@ -152,11 +152,11 @@ class Engine(Protocol):
         ...
 
     async def transact(self, transaction: Transaction) -> list[Receipt] | None:
-        """All of it or nothing; None, and nothing, when its key is that of an earlier one."""
+        """Do all of it or nothing; None, and nothing done, when one with its key has happened."""
         ...
 
     async def subscribe(self, subscribe: Subscribe) -> QueueFeed | LogFeed:
-        """Join a group, making it on first sight."""
+        """Join a group, which is made when it does not exist."""
         ...
 
     def read(
@@ -166,9 +166,9 @@ class Engine(Protocol):
         ...
 
     async def ask(self, request: Request) -> Any:
-        """Administer."""
+        """Answer an administrative request."""
         ...
 
     async def flush(self) -> None:
-        """Everything settled so far is durable when it returns."""
+        """Make everything settled so far durable."""
         ...

@@ -1,7 +1,7 @@
-"""The memory engine behind `mem:`: the embedded engine on a disk that is memory.
+"""The memory engine behind `mem:`: the embedded engine on a disk in memory.
 
-One mechanism, two disks: what works in a test on `mem:` works on a folder, because it is the same
-code down to the last frame. It forgets everything when it is closed.
+A test on `mem:` runs the same code as a bus on a folder, down to the last frame. The engine forgets
+everything when it is closed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from penstock.engines.embedded.runtime import Runtime
 from penstock.log.memory_disk import MemoryDisk
 from penstock.model.settings import MIB, Settings
 
-# Nothing outlives the process, so small files that are reclaimed early are better than large ones.
+# Files take memory and nothing outlives the process, so small ones that are reclaimed early are better.
 FILE_BYTES = 16 * MIB
 # Long enough for a read that was planned just before its file was replaced.
 GRACE_S = 1.0

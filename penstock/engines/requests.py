@@ -1,19 +1,13 @@
-"""How much of a list is shown at once, over HTTP and by the command line alike.
+"""What can be asked of an engine: every administrative request, with the struct that answers it.
 
-Administrative requests: every question and command an engine answers, as values.
+Requests and answers are plain structs, so a wire can carry them as they are. The type of a field says
+how its value is converted and checked: `penstock.model.parameter.checked` does both at every door. The
+command line, the admin API and the wire all send these requests, so they follow the same rules.
 
-They are plain structs so that a wire can carry them as they are. The type of a field says how its
-value is converted and checked: `penstock.model.parameter.checked` does both, at every door.
-
-Views: topics, groups, sessions and tenants as operators see them.
-
-Operator rules: what every change by hand must say before anything happens (rows T8, T9).
-
-The command line, the admin API and the wire all end here, so they follow the same rules. What
-passes stands in the journal and in the audit chain for ever. The bounds of each field are those of
-its request (`penstock.engines.requests`).
-
-Answers: what each administrative request is answered with, so that a wire can carry both.
+The order: topics, sealing, groups, dead letters, audit, routes, schedules, sessions and tenants. Then
+`ANSWERS`, the table of requests and answers. Then functions for the engines that answer: checks that a
+topic exists, the answers that state and log alone can give, and the rules for changes by hand. What
+passes these rules stays in the journal and in the audit chain.
 """
 
 from __future__ import annotations
@@ -59,14 +53,51 @@ from penstock.model.parameter import (
 from penstock.model.settings import Limits, Retention, Settings
 from penstock.model.topic import tenant_of
 
-# -- page -----------------------------------------------------------------------------------------
-
-
 MAX_PAGE = 10_000  # rows of one answer: about 3 MB of JSON, made in well under 100 ms
-MAX_SKIP = 1_000_000  # rows before a page; who wants more should filter
+MAX_SKIP = 1_000_000  # rows before a page: to see more, filter
 
 
-# -- request --------------------------------------------------------------------------------------
+# -- changes --------------------------------------------------------------------------------------
+
+
+class Effect(msgspec.Struct, frozen=True):
+    """What a destructive request did or, asked with `dry_run`, would do."""
+
+    operation: str
+    target: str
+    done: bool
+    """False after a dry run: nothing was changed."""
+    events: int = 0
+    """Events that are deleted."""
+    sealed_bytes: int = 0
+    """What they take in sealed segments."""
+    topics: list[str] = []
+    """Topics that are deleted, or that the route or schedule no longer serves."""
+    groups: list[GroupEffect] = []
+    """Groups that lose events to read, or their place."""
+
+
+class GroupEffect(msgspec.Struct, frozen=True):
+    """What a destructive request does to one group."""
+
+    name: str
+    lag_before: int
+    lag_after: int
+
+
+class Outcome(msgspec.Struct):
+    """What became of each record of an operator's request."""
+
+    requested: int
+    done: int = 0
+    failures: list[dict[str, str]] = []
+
+    def failed(self, id: str, error: PenstockError) -> None:
+        """One record could not be done."""
+        self.failures.append({"id": id, "code": error.code, "message": error.message})
+
+
+# -- topics ---------------------------------------------------------------------------------------
 
 
 class ListTopics(Request, frozen=True):
@@ -99,6 +130,41 @@ class ConfigureTopic(Request, frozen=True):
     actor: str = "local"
 
 
+class TopicInfo(msgspec.Struct):
+    """One topic: what is configured for it, and its partitions.
+
+    >>> part = PartitionInfo(0, first_offset=3, end_offset=10, sealed_bytes=0)
+    >>> TopicInfo("orders", "default", [part], None, None, False).events
+    7
+    """
+
+    name: str
+    tenant: str
+    partitions: list[PartitionInfo]
+    retention_age_s: float | None
+    retention_bytes: int | None
+    write_once: bool
+
+    @property
+    def events(self) -> int:
+        """How many events are kept."""
+        return sum(part.end_offset - part.first_offset for part in self.partitions)
+
+    @property
+    def sealed_bytes(self) -> int:
+        """What its events take in segments."""
+        return sum(part.sealed_bytes for part in self.partitions)
+
+
+class PartitionInfo(msgspec.Struct):
+    """One partition: the offsets it holds."""
+
+    partition: int
+    first_offset: int
+    end_offset: int
+    sealed_bytes: int
+
+
 class DeleteTopic(Request, frozen=True):
     """Remove a topic and its events."""
 
@@ -106,13 +172,6 @@ class DeleteTopic(Request, frozen=True):
     actor: str = "local"
     confirm: str = ""
     dry_run: bool = False
-
-
-class Seal(Request, frozen=True):
-    """Close the journal file in use, so that what is in it is sealed; with `before`, ask how far that is."""
-
-    before: Number | None = None
-    actor: str = "local"
 
 
 class FindOffset(Request, frozen=True):
@@ -127,6 +186,32 @@ class AdmitReplay(Request, frozen=True):
     """Ask to start a replay; refused with ReplayLimited when a tenant does it too often."""
 
     tenant: str
+
+
+# -- sealing and pressure -------------------------------------------------------------------------
+
+
+class Seal(Request, frozen=True):
+    """Close the journal file in use, so that what is in it is sealed; with `before`, ask how far that is."""
+
+    before: Number | None = None
+    actor: str = "local"
+
+
+class SealInfo(msgspec.Struct):
+    """How far sealing is."""
+
+    before: int
+    """Position in the journal up to which everything is to be sealed."""
+    sealed_to: int
+    """Position up to which everything is."""
+
+
+class Pressure(Request, frozen=True):
+    """How the engine is doing; a broker adds what keeps clients from publishing and which limits refuse."""
+
+
+# -- groups ---------------------------------------------------------------------------------------
 
 
 class ListGroups(Request, frozen=True):
@@ -150,6 +235,41 @@ class ResetGroup(Request, frozen=True):
     dry_run: bool = False
 
 
+class GroupInfo(msgspec.Struct):
+    """One consumer group, and how far it is in each partition.
+
+    >>> GroupInfo("billing", "queue", "any", ["orders.*"], [], 0, 0, []).lag
+    0
+    """
+
+    name: str
+    mode: str
+    order: str
+    patterns: list[str]
+    members: list[str]
+    lag: int
+    outstanding: int
+    lanes: list[LaneInfo]
+    lost: int = 0
+    """Events that retention deleted before the group had read them, since the bus was opened."""
+    routed: list[str] = []
+    """Topics that routes lead to it, beside those of its patterns."""
+
+
+class LaneInfo(msgspec.Struct):
+    """How far a group is in one partition."""
+
+    topic: str
+    partition: int
+    cursor: int
+    end: int
+    outstanding: int
+    lag: int
+    """Events it has still to settle and can still read."""
+    lost: int = 0
+    """Events that retention deleted before the group had read them, since the bus was opened."""
+
+
 class DeleteGroup(Request, frozen=True):
     """Forget a group and its cursors."""
 
@@ -157,6 +277,9 @@ class DeleteGroup(Request, frozen=True):
     actor: str = "local"
     confirm: str = ""
     dry_run: bool = False
+
+
+# -- dead letters ---------------------------------------------------------------------------------
 
 
 class ListDead(Request, frozen=True):
@@ -174,6 +297,17 @@ class InspectDead(Request, frozen=True):
     """One dead letter with its payload."""
 
     id: Id
+
+
+class DeadLetterDetail(msgspec.Struct):
+    """A dead letter with the event itself."""
+
+    record: DeadLetter
+    payload: bytes
+    key: bytes | None
+    headers: dict[str, str]
+    codec: str
+    token: str
 
 
 class ReplayDead(Request, frozen=True):
@@ -209,6 +343,9 @@ class PurgeDead(Request, frozen=True):
     dry_run: bool = False
 
 
+# -- audit ----------------------------------------------------------------------------------------
+
+
 class QueryAudit(Request, frozen=True):
     """Operator actions."""
 
@@ -227,6 +364,9 @@ class ExportAudit(Request, frozen=True):
     """Copy the audit chain to a folder."""
 
     folder: Annotated[str, path]
+
+
+# -- routes ---------------------------------------------------------------------------------------
 
 
 class ListRoutes(Request, frozen=True):
@@ -266,6 +406,9 @@ class ResolveRoute(Request, frozen=True):
     tenant: str | None = None
 
 
+# -- schedules ------------------------------------------------------------------------------------
+
+
 class ListSchedules(Request, frozen=True):
     """Recurring events."""
 
@@ -292,146 +435,11 @@ class RemoveSchedule(Request, frozen=True):
     dry_run: bool = False
 
 
+# -- sessions and tenants of a broker -------------------------------------------------------------
+
+
 class ListSessions(Request, frozen=True):
     """The sessions of a broker's clients."""
-
-
-class ListTenants(Request, frozen=True):
-    """The tenants of a broker: limits in force, and their use."""
-
-
-class Pressure(Request, frozen=True):
-    """How the engine is doing; a broker adds what keeps clients from publishing and which limits refuse."""
-
-
-# -- views ----------------------------------------------------------------------------------------
-
-
-class Outcome(msgspec.Struct):
-    """What became of each record of an operator's request."""
-
-    requested: int
-    done: int = 0
-    failures: list[dict[str, str]] = []
-
-    def failed(self, id: str, error: PenstockError) -> None:
-        """One record could not be done."""
-        self.failures.append({"id": id, "code": error.code, "message": error.message})
-
-
-class DeadLetterDetail(msgspec.Struct):
-    """A dead letter with the event itself."""
-
-    record: DeadLetter
-    payload: bytes
-    key: bytes | None
-    headers: dict[str, str]
-    codec: str
-    token: str
-
-
-class PartitionInfo(msgspec.Struct):
-    """One partition: the offsets it holds."""
-
-    partition: int
-    first_offset: int
-    end_offset: int
-    sealed_bytes: int
-
-
-class TopicInfo(msgspec.Struct):
-    """One topic: what is configured for it, and its partitions.
-
-    >>> part = PartitionInfo(0, first_offset=3, end_offset=10, sealed_bytes=0)
-    >>> TopicInfo("orders", "default", [part], None, None, False).events
-    7
-    """
-
-    name: str
-    tenant: str
-    partitions: list[PartitionInfo]
-    retention_age_s: float | None
-    retention_bytes: int | None
-    write_once: bool
-
-    @property
-    def events(self) -> int:
-        """How many events are kept."""
-        return sum(part.end_offset - part.first_offset for part in self.partitions)
-
-    @property
-    def sealed_bytes(self) -> int:
-        """What its events take in segments."""
-        return sum(part.sealed_bytes for part in self.partitions)
-
-
-class SealInfo(msgspec.Struct):
-    """How far sealing is."""
-
-    before: int
-    """Position in the journal up to which everything is to be sealed."""
-    sealed_to: int
-    """Position up to which everything is."""
-
-
-class LaneInfo(msgspec.Struct):
-    """How far a group is in one partition."""
-
-    topic: str
-    partition: int
-    cursor: int
-    end: int
-    outstanding: int
-    lag: int
-    """Events it has still to settle and can still read."""
-    lost: int = 0
-    """Events that retention deleted before the group had read them, since the bus was opened."""
-
-
-class GroupInfo(msgspec.Struct):
-    """One consumer group, and how far it is in each partition.
-
-    >>> GroupInfo("billing", "queue", "any", ["orders.*"], [], 0, 0, []).lag
-    0
-    """
-
-    name: str
-    mode: str
-    order: str
-    patterns: list[str]
-    members: list[str]
-    lag: int
-    outstanding: int
-    lanes: list[LaneInfo]
-    lost: int = 0
-    """Events that retention deleted before the group had read them, since the bus was opened."""
-    routed: list[str] = []
-    """Topics that routes lead to it, beside those of its patterns."""
-
-
-class GroupEffect(msgspec.Struct, frozen=True):
-    """What a destructive request does to one group."""
-
-    name: str
-    lag_before: int
-    lag_after: int
-
-
-class Effect(msgspec.Struct, frozen=True):
-    """What a destructive request did or, asked with `dry_run`, would do."""
-
-    operation: str
-    target: str
-    done: bool
-    """False after a dry run: nothing was changed."""
-    events: int = 0
-    """Events that are deleted."""
-    sealed_bytes: int = 0
-    """What they take in sealed segments."""
-    topics: list[str] = []
-    """Topics that are deleted, or that the route or schedule no longer serves."""
-    groups: list[GroupEffect] = []
-    """Groups that lose events to read, or their place."""
 
 
 class SessionInfo(msgspec.Struct, frozen=True):
@@ -452,6 +460,10 @@ class SessionInfo(msgspec.Struct, frozen=True):
     """Events leased and not settled."""
 
 
+class ListTenants(Request, frozen=True):
+    """The tenants of a broker: limits in force, and their use."""
+
+
 class TenantInfo(msgspec.Struct, frozen=True):
     """One tenant."""
 
@@ -464,8 +476,60 @@ class TenantInfo(msgspec.Struct, frozen=True):
     """By kind and limit, since the broker started."""
 
 
+# -- which answer belongs to which request --------------------------------------------------------
+
+
+ANSWERS: dict[type[Request], Any] = {
+    ListTopics: list[TopicInfo],
+    DescribeTopic: TopicInfo,
+    CreateTopic: TopicInfo,
+    ConfigureTopic: TopicInfo,
+    DeleteTopic: Effect,
+    Seal: SealInfo,
+    FindOffset: int,
+    AdmitReplay: None,
+    ListGroups: list[GroupInfo],
+    DescribeGroup: GroupInfo,
+    ResetGroup: GroupInfo,
+    DeleteGroup: Effect,
+    ListDead: list[DeadLetter],
+    InspectDead: DeadLetterDetail,
+    ReplayDead: Outcome,
+    Quarantine: DeadLetter,
+    PurgeDead: Outcome,
+    QueryAudit: list[AuditRecord],
+    VerifyAudit: Verdict,
+    ExportAudit: AuditManifest,
+    ListRoutes: list[Route],
+    PutRoute: None,
+    RemoveRoute: Effect,
+    SwitchRoute: None,
+    ResolveRoute: list[Route],
+    ListSchedules: list[Definition],
+    PutSchedule: Definition,
+    RemoveSchedule: Effect,
+    ListSessions: list[SessionInfo],
+    ListTenants: list[TenantInfo],
+    Pressure: dict[str, Any],
+}
+
+REQUESTS: dict[str, type[Request]] = {kind.__name__: kind for kind in ANSWERS}
+
+# These change nothing: they are safe to send again when the first answer was lost.
+READ_ONLY = frozenset(
+    {
+        ListTopics, DescribeTopic, FindOffset, ListGroups, DescribeGroup,
+        ListDead, InspectDead, QueryAudit, VerifyAudit, ListRoutes,
+        ResolveRoute, ListSchedules, ListSessions, ListTenants, Pressure,
+    }
+)  # fmt: skip
+
+
+# -- answers from state and log -------------------------------------------------------------------
+
+
 def known_topic(state: State, topic: str) -> TopicSpec:
-    """A topic that exists."""
+    """The specification of a topic; raises UnknownTopic when it does not exist."""
     spec = state.topics.get(topic)
     if spec is None:
         raise UnknownTopic(f"no topic {topic!r}; `penstock topic list` shows them", topic=topic)
@@ -473,7 +537,7 @@ def known_topic(state: State, topic: str) -> TopicSpec:
 
 
 def known_partition(state: State, topic: str, partition: int) -> None:
-    """Raise unless a topic exists and has this partition: looking for others would leave traces."""
+    """Raise unless a topic exists and has this partition: asking the log for others would make them."""
     count = known_topic(state, topic).partitions
     if not 0 <= partition < count:
         raise UnknownTopic(
@@ -482,7 +546,7 @@ def known_partition(state: State, topic: str, partition: int) -> None:
 
 
 def retention_of(spec: TopicSpec, general: Retention) -> Retention:
-    """The retention of one topic: its own where it has one."""
+    """The retention of one topic: its own settings, else the general ones."""
     return msgspec.structs.replace(
         general,
         age_s=general.age_s if spec.retention_age_s is None else spec.retention_age_s,
@@ -523,7 +587,7 @@ def group_info(
 
 
 def recorded_group(name: str, group: GroupState, log: EventLog) -> GroupInfo:
-    """A group as the journal tells of it: without members, which live in the writer's process."""
+    """A group by the entries of the journal: without members, which the writing process knows."""
     lanes: list[LaneInfo] = []
     for place, cursor in sorted(group.cursors.items()):
         end, lag = lag_behind(log, place, cursor)
@@ -536,11 +600,11 @@ def recorded_group(name: str, group: GroupState, log: EventLog) -> GroupInfo:
     return group_info(name, group.spec, [], lanes)
 
 
-# -- operator_rules -------------------------------------------------------------------------------
+# -- rules for changes by hand --------------------------------------------------------------------
 
 
 def signed(actor: str, reason: str) -> str:
-    """The reason as the audit trail keeps it; raises InvalidInput without an actor or a reason.
+    """The reason, as the audit trail keeps it; raises InvalidInput without an actor or a reason.
 
     >>> signed("ann", " fixed the bug ")
     'fixed the bug'
@@ -562,14 +626,14 @@ def signed(actor: str, reason: str) -> str:
 
 
 def confirmed(word: str, confirm: str, actor: str, reason: str) -> str:
-    """The reason, as `signed` gives it, when the confirmation word was given to the letter."""
+    """The reason, as `signed` returns it; raises unless the confirmation word is exactly right."""
     reason = signed(actor, reason)
     check_word(word, confirm)
     return reason
 
 
 def check_word(word: str, confirm: str) -> None:
-    """Raise ConfirmationNeeded unless a destructive request restates its verb, in capitals."""
+    """Raise ConfirmationNeeded unless a destructive request repeats its verb, in capitals."""
     if confirm != word:
         raise ConfirmationNeeded(
             f"this needs the word {word} and got {confirm!r}; nothing was changed. Repeat with "
@@ -580,7 +644,7 @@ def check_word(word: str, confirm: str) -> None:
 
 
 def check_id(id: str) -> None:
-    """Raise InvalidInput when no command could name a dead letter of this id again."""
+    """Raise InvalidInput for an id that no command could name."""
     # The command line separates ids by commas and strips them.
     fits = 0 < len(id) <= MAX_ID_CHARACTERS and id.isprintable()
     if not fits or "," in id or id != id.strip():
@@ -592,7 +656,7 @@ def check_id(id: str) -> None:
 
 
 def check_consumer(name: str) -> None:
-    """Raise InvalidInput when a name that is no group's should not become a consumer's."""
+    """Raise InvalidInput for a name that no group has and none should get."""
     fits = 0 < len(name) <= MAX_NAME_CHARACTERS and name.isprintable()
     if not fits or name.startswith("_") or any(each.isspace() or each == "," for each in name):
         raise InvalidInput(
@@ -604,7 +668,7 @@ def check_consumer(name: str) -> None:
 
 
 def check_content(payload: bytes, headers: Mapping[str, str], limits: Limits) -> None:
-    """Raise what a publish of this would raise: nobody checks it when it is published later on."""
+    """Raise what a publish of this would raise: it is not checked again when it is published."""
     if len(payload) > limits.max_payload_bytes:
         raise PayloadTooLarge(
             f"a payload of {len(payload)} bytes is over the limit of {limits.max_payload_bytes}; "
@@ -619,52 +683,3 @@ def check_content(payload: bytes, headers: Mapping[str, str], limits: Limits) ->
             f"{len(headers)} headers of {size} bytes are over the limit of {limits.max_headers} and "
             f"{limits.max_headers_bytes} bytes; nothing was stored. Put the rest into the payload"
         )
-
-
-# -- answers --------------------------------------------------------------------------------------
-
-
-ANSWERS: dict[type[Request], Any] = {
-    ListTopics: list[TopicInfo],
-    DescribeTopic: TopicInfo,
-    CreateTopic: TopicInfo,
-    ConfigureTopic: TopicInfo,
-    DeleteTopic: Effect,
-    Seal: SealInfo,
-    FindOffset: int,
-    AdmitReplay: None,
-    ListGroups: list[GroupInfo],
-    DescribeGroup: GroupInfo,
-    ResetGroup: GroupInfo,
-    DeleteGroup: Effect,
-    ListDead: list[DeadLetter],
-    InspectDead: DeadLetterDetail,
-    ReplayDead: Outcome,
-    Quarantine: DeadLetter,
-    PurgeDead: Outcome,
-    QueryAudit: list[AuditRecord],
-    VerifyAudit: Verdict,
-    ExportAudit: AuditManifest,
-    ListRoutes: list[Route],
-    PutRoute: None,
-    RemoveRoute: Effect,
-    SwitchRoute: None,
-    ResolveRoute: list[Route],
-    ListSchedules: list[Definition],
-    PutSchedule: Definition,
-    RemoveSchedule: Effect,
-    ListSessions: list[SessionInfo],
-    ListTenants: list[TenantInfo],
-    Pressure: dict[str, Any],
-}
-
-REQUESTS: dict[str, type[Request]] = {kind.__name__: kind for kind in ANSWERS}
-
-# Asked twice, these change nothing more: safe to ask again when the first answer was lost.
-READ_ONLY = frozenset(
-    {
-        ListTopics, DescribeTopic, FindOffset, ListGroups, DescribeGroup,
-        ListDead, InspectDead, QueryAudit, VerifyAudit, ListRoutes,
-        ResolveRoute, ListSchedules, ListSessions, ListTenants, Pressure,
-    }
-)  # fmt: skip

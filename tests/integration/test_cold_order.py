@@ -226,7 +226,7 @@ async def test_a_bus_may_be_closed_while_events_are_read(bus: penstock.Bus) -> N
     assert await sub.get(timeout_s=0.1) is None
     async with asyncio.timeout(DEADLINE_S):
         await bus.close()
-    assert not engine(bus).dispatcher._cold._tasks
+    assert not engine(bus).dispatcher._file_reads._tasks
 
 
 async def test_keys_are_read_once_however_often_a_group_is_looked_at(bus: penstock.Bus) -> None:

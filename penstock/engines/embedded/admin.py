@@ -1,8 +1,9 @@
-"""Standing orders: routes and schedules, which hold until an operator says otherwise (T2, T7, T9).
+"""Answers to everything that operators ask of an embedded engine.
 
-Every change leaves an audit record with what was in force before and after.
-
-Administration: the answers to everything operators ask of an embedded engine.
+`Administration` has one method for each request of `penstock.engines.requests`: topics, groups, dead
+letters, audit, routes, schedules. Every change leaves an audit record, in the same journal entry, with
+what was in force before and after. Requests that destroy something need a confirmation word, and with
+`dry_run` only tell what they would do.
 """
 
 from __future__ import annotations
@@ -66,198 +67,18 @@ from penstock.model.topic import check_topic, is_system
 if TYPE_CHECKING:
     from penstock.engines.embedded.engine import EmbeddedEngine
 
-# -- standing_orders ------------------------------------------------------------------------------
-
+E = TypeVar("E", bound=PenstockError)
 
 SHOWN_CHARACTERS = 1_000  # of one text in an audit record, which has a bound itself
 SHOWN_TOPICS = 1_000  # that a route leads: a pattern can match every topic there is
-LOCAL = "local"  # who acts where nobody has a name
-
-
-class StandingOrders:
-    """Answers requests about routes and schedules."""
-
-    def __init__(self, engine: EmbeddedEngine) -> None:
-        self._engine = engine
-
-    # -- routes --------------------------------------------------------------------------------
-
-    async def list_routes(self, request: ask.ListRoutes) -> Any:
-        """The whole catalogue."""
-        return list(self._engine.routes)
-
-    async def put_route(self, request: ask.PutRoute) -> None:
-        """Add or replace."""
-        route = request.route
-        if route.enabled:
-            self._check_destination(route)
-        before = self._route(route.pattern, route.destination)
-        self._engine.routes.put(route)
-        await self._routes_changed(
-            request.actor, "route.put", route.pattern, route.destination, before
-        )
-
-    async def remove_route(self, request: ask.RemoveRoute) -> Effect:
-        """Drop one."""
-        ends = (request.pattern, request.destination)
-        route = self._engine.routes.get(*ends)
-        if not request.dry_run:
-            check_word("REMOVE", request.confirm)
-        led = [
-            topic
-            for topic in sorted(self._engine.groups.selected([request.pattern]))
-            if route in self._engine.routes.resolve(topic, self._engine.topics.tenant_for(topic))
-        ]
-        target = " -> ".join(ends)
-        effect = Effect("route.remove", target, not request.dry_run, topics=led[:SHOWN_TOPICS])
-        if request.dry_run:
-            return effect
-        before = self._engine.routes.remove(*ends)
-        await self._routes_changed(
-            request.actor, "route.remove", request.pattern, request.destination, before
-        )
-        return effect
-
-    async def switch_route(self, request: ask.SwitchRoute) -> None:
-        """Enable or disable one."""
-        routes, ends = self._engine.routes, (request.pattern, request.destination)
-        before = routes.get(*ends)
-        if request.enabled:
-            self._check_destination(before)
-        switch = routes.enable if request.enabled else routes.disable
-        switch(*ends)
-        word = "route.enable" if request.enabled else "route.disable"
-        await self._routes_changed(request.actor, word, *ends, before)
-
-    def _check_destination(self, route: Route) -> None:
-        """A route leads to a group: one that is there, or one that can be made for it."""
-        if route.group not in self._engine.state.groups:
-            check_consumer(route.group)
-
-    def _route(self, pattern: str, destination: str) -> Route | None:
-        with suppress(UnknownRoute):
-            return self._engine.routes.get(pattern, destination)
-        return None
-
-    async def _routes_changed(
-        self, actor: str, operation: str, pattern: str, destination: str, before: Route | None
-    ) -> None:
-        engine, route = self._engine, self._route(pattern, destination)
-        after = _route_state(route, gone="removed")
-        after["version"] = engine.routes.version
-        try:
-            audit = engine.audit.entry(
-                actor, operation, f"{pattern} -> {destination}", _route_state(before), after
-            )
-            await engine.save_routes()
-            await engine.publisher.submit(
-                [], when_taken=lambda _: [*engine.groups.routes_changed(pattern, route), audit]
-            )
-        except PenstockError:
-            await self._undo(pattern, destination, before)
-            raise
-
-    async def _undo(self, pattern: str, destination: str, before: Route | None) -> None:
-        """A change that could not be kept is not in force either."""
-        if before is not None:
-            self._engine.routes.put(before)
-        elif self._route(pattern, destination) is not None:
-            self._engine.routes.remove(pattern, destination)
-        with suppress(PenstockError):  # the file may still be as it was
-            await self._engine.save_routes()
-
-    async def resolve_route(self, request: ask.ResolveRoute) -> Any:
-        """The routes an event of a topic takes."""
-        check_topic(request.topic)
-        tenant = request.tenant or self._engine.topics.tenant_for(request.topic)
-        return self._engine.routes.resolve(request.topic, tenant)
-
-    # -- schedules -----------------------------------------------------------------------------
-
-    async def list_schedules(self, request: ask.ListSchedules) -> list[Definition]:
-        """All recurring events."""
-        return self._engine.state.schedule.recurring.definitions()
-
-    async def put_schedule(self, request: ask.PutSchedule) -> Definition:
-        """Define a recurring event, or replace the one of its id."""
-        engine, recurring = self._engine, self._engine.state.schedule.recurring
-        check_topic(request.topic)
-        check_content(request.payload, request.headers, engine.settings.limits)
-        wanted = Definition(
-            id=request.id, topic=request.topic, payload=request.payload, codec=request.codec,
-            headers=request.headers, cron=request.cron, every_us=request.every_us,
-        )  # fmt: skip
-        before: Definition | None = None
-        with suppress(UnknownSchedule):
-            before = recurring.get(request.id)
-        definition = recurring.put(wanted, engine.runtime.wall_us())
-        try:
-            audit = engine.audit.entry(
-                request.actor or LOCAL, "schedule.put", request.id, _schedule_state(before),
-                _schedule_state(definition),
-            )  # fmt: skip
-            put = RecurringPut(request.id, msgspec.msgpack.encode(definition))
-            await engine.publisher.write_entries([put, audit])
-        except PenstockError:
-            recurring.undo(definition, before)
-            raise
-        engine.scheduler.wake()
-        return definition
-
-    async def remove_schedule(self, request: ask.RemoveSchedule) -> Effect:
-        """Drop a recurring event."""
-        engine = self._engine
-        before = engine.state.schedule.recurring.get(request.id)
-        done, topics = not request.dry_run, [before.topic]
-        effect = Effect("schedule.remove", request.id, done, topics=topics)
-        if request.dry_run:
-            return effect
-        check_word("REMOVE", request.confirm)
-        audit = engine.audit.entry(
-            request.actor or LOCAL, "schedule.remove", request.id, _schedule_state(before),
-            _schedule_state(None, gone="removed"),
-        )  # fmt: skip
-        await engine.publisher.write_entries([RecurringGone(request.id), audit])
-        return effect
-
-
-def _route_state(route: Route | None, gone: str | None = None) -> State:
-    if route is None:
-        return {"status": gone}
-    return {
-        "type": route.type,
-        "priority": route.priority,
-        "enabled": str(route.enabled),
-        "tenant": route.tenant,
-    }
-
-
-def _schedule_state(definition: Definition | None, gone: str | None = None) -> State:
-    if definition is None:
-        return {"status": gone}
-    return {
-        "topic": definition.topic,
-        "cron": None if definition.cron is None else definition.cron[:SHOWN_CHARACTERS],
-        "every_us": definition.every_us,
-        "codec": definition.codec,
-        "headers": msgspec.json.encode(definition.headers).decode()[:SHOWN_CHARACTERS],
-        "payload_bytes": len(definition.payload),
-        "payload_sha256": hashlib.sha256(definition.payload).hexdigest(),
-    }
-
-
-# -- administration -------------------------------------------------------------------------------
-
-
-E = TypeVar("E", bound=PenstockError)
+LOCAL = "local"  # the actor where clients have no names
 
 
 class Administration:
-    """Answers requests."""
+    """Answers administrative requests, each with a method of its own."""
 
     def __init__(self, engine: EmbeddedEngine) -> None:
         self._engine = engine
-        orders = StandingOrders(engine)
         self._answers: dict[type[Request], Callable[[Any], Awaitable[Any]]] = {
             ask.ListTopics: self._list_topics,
             ask.DescribeTopic: self._describe_topic,
@@ -279,14 +100,14 @@ class Administration:
             ask.QueryAudit: self._query_audit,
             ask.VerifyAudit: self._verify_audit,
             ask.ExportAudit: self._export_audit,
-            ask.ListRoutes: orders.list_routes,
-            ask.PutRoute: orders.put_route,
-            ask.RemoveRoute: orders.remove_route,
-            ask.SwitchRoute: orders.switch_route,
-            ask.ResolveRoute: orders.resolve_route,
-            ask.ListSchedules: orders.list_schedules,
-            ask.PutSchedule: orders.put_schedule,
-            ask.RemoveSchedule: orders.remove_schedule,
+            ask.ListRoutes: self._list_routes,
+            ask.PutRoute: self._put_route,
+            ask.RemoveRoute: self._remove_route,
+            ask.SwitchRoute: self._switch_route,
+            ask.ResolveRoute: self._resolve_route,
+            ask.ListSchedules: self._list_schedules,
+            ask.PutSchedule: self._put_schedule,
+            ask.RemoveSchedule: self._remove_schedule,
             ask.Pressure: self._pressure,
         }
 
@@ -299,14 +120,14 @@ class Administration:
         return await handler(request)
 
     async def _refused(self, error: E, actor: str, operation: str, target: str) -> E:
-        """A forbidden attempt goes into the audit chain before it is refused (row X5)."""
+        """Put a forbidden attempt into the audit chain before it is refused."""
         entry = self._engine.audit.entry(
             actor, operation, target, {}, {"status": "refused", "code": error.code}
         )
         await self._engine.publisher.write_entries([entry])
         return error
 
-    # -- topics --------------------------------------------------------------------------------
+    # -- topics and replay ---------------------------------------------------------------------
 
     def _spec(self, topic: str) -> TopicSpec:
         return known_topic(self._engine.state, topic)
@@ -326,7 +147,7 @@ class Administration:
         if request.topic in self._engine.state.topics:
             raise AlreadyExists(f"topic {request.topic!r} exists already", topic=request.topic)
         spec = as_recovered(TopicPut(request.topic, request.spec)).spec
-        retention_of(spec, self._engine.settings.retention)  # raises what it cannot be
+        retention_of(spec, self._engine.settings.retention)  # raises when it is impossible
         await self._engine.topics.ensure(request.topic, spec)
         return self._topic_info(request.topic)
 
@@ -335,9 +156,9 @@ class Administration:
         old = self._spec(topic)
         new = TopicSpec(
             partitions=old.partitions if request.partitions is None else request.partitions,
-            retention_age_s=_either(request.retention_age_s, old.retention_age_s),
-            retention_bytes=_either(request.retention_bytes, old.retention_bytes),
-            write_once=_either(request.write_once, old.write_once),
+            retention_age_s=_first_given(request.retention_age_s, old.retention_age_s),
+            retention_bytes=_first_given(request.retention_bytes, old.retention_bytes),
+            write_once=_first_given(request.write_once, old.write_once),
             ephemeral=old.ephemeral,
             floors=old.floors,
         )
@@ -352,7 +173,7 @@ class Administration:
             check_change(retention_of(old, general), retention_of(new, general), topic=topic)
         except WriteOnce as error:
             raise await self._refused(error, request.actor, "topic.configure", topic) from None
-        prior, result = _plain(old), _plain(new)
+        prior, result = _topic_state(old), _topic_state(new)
         audit = self._engine.audit.entry(request.actor, "topic.configure", topic, prior, result)
 
         def entries(_: Any) -> list[Entry]:
@@ -363,32 +184,6 @@ class Administration:
         await engine.publisher.submit([], when_taken=entries)
         engine.maintenance.wake()  # a topic at its limit may have room now
         return self._topic_info(topic)
-
-    async def _seal(self, request: ask.Seal) -> SealInfo:
-        engine, before = self._engine, request.before
-        if not engine.settings.sealing.enabled:
-            raise Unsupported(
-                "sealing.enabled is off here, so events stay in the journal; nothing was done. Turn it on "
-                "and open the bus again"
-            )
-        if before is None:
-            before = engine.journal.position
-            engine.journal.close_file()
-            audit = engine.audit.entry(request.actor, "journal.seal", "journal", {}, {})
-            await engine.publisher.write_entries([audit])
-            if engine.journal.base < before:
-                raise DiskFull(
-                    "no room for another journal file, so this one cannot be closed; nothing was sealed. "
-                    "Free some space or lower retention",
-                    retry_after_s=1.0,
-                )
-            engine.maintenance.wake()
-        sealed_to = engine.log.manifest.sealed_to
-        if engine.maintenance.problem is not None and sealed_to < before:
-            raise StorageError(
-                f"sealing fails: {engine.maintenance.problem}. Nothing is lost; it is tried again"
-            )
-        return SealInfo(before, sealed_to)
 
     async def _delete_topic(self, request: ask.DeleteTopic) -> Effect:
         engine, topic = self._engine, request.topic
@@ -416,7 +211,7 @@ class Administration:
         if request.dry_run:
             return effect
         audit = self._engine.audit.entry(
-            request.actor, "topic.delete", topic, _plain(spec), {"status": "deleted"}
+            request.actor, "topic.delete", topic, _topic_state(spec), {"status": "deleted"}
         )
 
         def entries(_: Any) -> list[Entry]:
@@ -429,7 +224,7 @@ class Administration:
         return effect
 
     def _loss_of_topic(self, topic: str, *, done: bool) -> Effect:
-        """What goes with a topic: its events, and with them the lag of the groups that read it."""
+        """The effect of deleting a topic: its events are lost, and the groups that read it lose lag."""
         parts = self._topic_info(topic).partitions
         groups: list[GroupEffect] = []
         for reader in self._engine.dispatcher.readers_of(topic):
@@ -461,22 +256,23 @@ class Administration:
     def _group_info(self, name: str) -> GroupInfo:
         engine = self._engine
         group = engine.groups.known(name)
-        log, machine = engine.groups.logs.get(name), engine.dispatcher.groups.get(name)
+        log_group, machine = engine.groups.logs.get(name), engine.dispatcher.groups.get(name)
         lanes: list[LaneInfo] = []
         members: list[str] = []
         lost = engine.unread.lost.get(name, {})
-        if log is not None:
+        if log_group is not None:
             for place, cursor in sorted(group.cursors.items()):
                 end, lag = lag_behind(engine.log, place, cursor)
                 lanes.append(LaneInfo(*place, cursor, end, 0, lag, lost.get(place, 0)))
-            members = sorted(log.readers)
+            members = sorted(log_group.readers)
         elif machine is not None:
-            ledgers, gone = machine.ledgers(engine.runtime.now()), unreadable(engine.log, machine)
+            owed, gone = machine.ledgers(engine.runtime.now()), unreadable(engine.log, machine)
             for place, lane in sorted(machine.lanes.items()):
-                waiting = ledgers[place].outstanding()
+                waiting = owed[place].outstanding()
                 lag = lane.end - lane.cursor + waiting - gone.get(place, 0)
-                taken = lost.get(place, 0)
-                lanes.append(LaneInfo(*place, lane.cursor, lane.end, waiting, lag, taken))
+                lanes.append(
+                    LaneInfo(*place, lane.cursor, lane.end, waiting, lag, lost.get(place, 0))
+                )
             members = sorted(machine.members)
         return group_info(name, group.spec, members, lanes, engine.groups.routed(name))
 
@@ -499,7 +295,7 @@ class Administration:
         return self._group_info(request.group)
 
     def _moved(self, before: GroupInfo, request: ask.ResetGroup) -> GroupInfo:
-        """A group as it would be after a reset: what it holds unsettled is void then."""
+        """A group as it would be after a reset, which ends its leases."""
         offsets = self._engine.groups.offsets(request.group, request.to, request.topic)
         lanes: list[LaneInfo] = []
         for lane in before.lanes:
@@ -531,7 +327,7 @@ class Administration:
         await self._engine.groups.remove(request.group, extra)
         return effect
 
-    # -- dead letters, audit -------------------------------------------------------------------
+    # -- dead letters and audit ----------------------------------------------------------------
 
     async def _list_dead(self, request: ask.ListDead) -> Any:
         return newest_letters(self._engine.state.dead.values(), request)
@@ -584,6 +380,166 @@ class Administration:
         at_us = engine.runtime.wall_us()
         return await engine.runtime.read(lambda: engine.audit.log.export(target, at_us=at_us))
 
+    # -- routes --------------------------------------------------------------------------------
+
+    async def _list_routes(self, request: ask.ListRoutes) -> Any:
+        return list(self._engine.routes)
+
+    async def _put_route(self, request: ask.PutRoute) -> None:
+        route = request.route
+        if route.enabled:
+            self._check_destination(route)
+        before = self._route(route.pattern, route.destination)
+        self._engine.routes.put(route)
+        await self._routes_changed(
+            request.actor, "route.put", route.pattern, route.destination, before
+        )
+
+    async def _remove_route(self, request: ask.RemoveRoute) -> Effect:
+        ends = (request.pattern, request.destination)
+        route = self._engine.routes.get(*ends)
+        if not request.dry_run:
+            check_word("REMOVE", request.confirm)
+        led = [
+            topic
+            for topic in sorted(self._engine.groups.selected([request.pattern]))
+            if route in self._engine.routes.resolve(topic, self._engine.topics.tenant_for(topic))
+        ]
+        target = " -> ".join(ends)
+        effect = Effect("route.remove", target, not request.dry_run, topics=led[:SHOWN_TOPICS])
+        if request.dry_run:
+            return effect
+        before = self._engine.routes.remove(*ends)
+        await self._routes_changed(
+            request.actor, "route.remove", request.pattern, request.destination, before
+        )
+        return effect
+
+    async def _switch_route(self, request: ask.SwitchRoute) -> None:
+        routes, ends = self._engine.routes, (request.pattern, request.destination)
+        before = routes.get(*ends)
+        if request.enabled:
+            self._check_destination(before)
+        switch = routes.enable if request.enabled else routes.disable
+        switch(*ends)
+        word = "route.enable" if request.enabled else "route.disable"
+        await self._routes_changed(request.actor, word, *ends, before)
+
+    def _check_destination(self, route: Route) -> None:
+        """Raise unless a route leads to a group that exists or can be made for it."""
+        if route.group not in self._engine.state.groups:
+            check_consumer(route.group)
+
+    def _route(self, pattern: str, destination: str) -> Route | None:
+        with suppress(UnknownRoute):
+            return self._engine.routes.get(pattern, destination)
+        return None
+
+    async def _routes_changed(
+        self, actor: str, operation: str, pattern: str, destination: str, before: Route | None
+    ) -> None:
+        engine, route = self._engine, self._route(pattern, destination)
+        after = _route_state(route, gone="removed")
+        after["version"] = engine.routes.version
+        try:
+            audit = engine.audit.entry(
+                actor, operation, f"{pattern} -> {destination}", _route_state(before), after
+            )
+            await engine.save_routes()
+            await engine.publisher.submit(
+                [], when_taken=lambda _: [*engine.groups.routes_changed(pattern, route), audit]
+            )
+        except PenstockError:
+            await self._undo_route(pattern, destination, before)
+            raise
+
+    async def _undo_route(self, pattern: str, destination: str, before: Route | None) -> None:
+        """Take back a change of the catalogue that could not be stored."""
+        if before is not None:
+            self._engine.routes.put(before)
+        elif self._route(pattern, destination) is not None:
+            self._engine.routes.remove(pattern, destination)
+        with suppress(PenstockError):  # the file may still hold the catalogue of before
+            await self._engine.save_routes()
+
+    async def _resolve_route(self, request: ask.ResolveRoute) -> Any:
+        check_topic(request.topic)
+        tenant = request.tenant or self._engine.topics.tenant_for(request.topic)
+        return self._engine.routes.resolve(request.topic, tenant)
+
+    # -- schedules -----------------------------------------------------------------------------
+
+    async def _list_schedules(self, request: ask.ListSchedules) -> list[Definition]:
+        return self._engine.state.schedule.recurring.definitions()
+
+    async def _put_schedule(self, request: ask.PutSchedule) -> Definition:
+        engine, recurring = self._engine, self._engine.state.schedule.recurring
+        check_topic(request.topic)
+        check_content(request.payload, request.headers, engine.settings.limits)
+        wanted = Definition(
+            id=request.id, topic=request.topic, payload=request.payload, codec=request.codec,
+            headers=request.headers, cron=request.cron, every_us=request.every_us,
+        )  # fmt: skip
+        before: Definition | None = None
+        with suppress(UnknownSchedule):
+            before = recurring.get(request.id)
+        definition = recurring.put(wanted, engine.runtime.wall_us())
+        try:
+            audit = engine.audit.entry(
+                request.actor or LOCAL, "schedule.put", request.id, _schedule_state(before),
+                _schedule_state(definition),
+            )  # fmt: skip
+            put = RecurringPut(request.id, msgspec.msgpack.encode(definition))
+            await engine.publisher.write_entries([put, audit])
+        except PenstockError:
+            recurring.undo(definition, before)
+            raise
+        engine.scheduler.wake()
+        return definition
+
+    async def _remove_schedule(self, request: ask.RemoveSchedule) -> Effect:
+        engine = self._engine
+        before = engine.state.schedule.recurring.get(request.id)
+        done, topics = not request.dry_run, [before.topic]
+        effect = Effect("schedule.remove", request.id, done, topics=topics)
+        if request.dry_run:
+            return effect
+        check_word("REMOVE", request.confirm)
+        audit = engine.audit.entry(
+            request.actor or LOCAL, "schedule.remove", request.id, _schedule_state(before),
+            _schedule_state(None, gone="removed"),
+        )  # fmt: skip
+        await engine.publisher.write_entries([RecurringGone(request.id), audit])
+        return effect
+
+    # -- sealing and pressure ------------------------------------------------------------------
+
+    async def _seal(self, request: ask.Seal) -> SealInfo:
+        engine, before = self._engine, request.before
+        if not engine.settings.sealing.enabled:
+            raise Unsupported(
+                "sealing.enabled is off here, so events stay in the journal; nothing was done. Turn it on "
+                "and open the bus again"
+            )
+        if before is None:
+            before = engine.journal.position
+            engine.journal.close_file()
+            audit = engine.audit.entry(request.actor, "journal.seal", "journal", {}, {})
+            await engine.publisher.write_entries([audit])
+            if engine.journal.base < before:
+                raise DiskFull(
+                    "no room for another journal file, so this one cannot be closed; nothing was sealed. "
+                    "Free some space or lower retention",
+                    retry_after_s=1.0,
+                )
+            engine.maintenance.wake()
+        sealed_to = engine.log.manifest.sealed_to
+        if engine.maintenance.problem is not None and sealed_to < before:
+            raise StorageError(
+                f"sealing fails: {engine.maintenance.problem}. Nothing is lost; it is tried again"
+            )
+        return SealInfo(before, sealed_to)
+
     async def _pressure(self, request: ask.Pressure) -> dict[str, Any]:
         engine = self._engine
         written = engine.journal.written_bytes + engine.maintenance.bytes_out
@@ -599,14 +555,39 @@ class Administration:
         }
 
 
-def _either(first: Any, second: Any) -> Any:
+def _first_given(first: Any, second: Any) -> Any:
     return second if first is None else first
 
 
-def _plain(spec: TopicSpec) -> dict[str, Any]:
+def _topic_state(spec: TopicSpec) -> State:
     return {
         "partitions": spec.partitions,
         "retention_age_s": None if spec.retention_age_s is None else str(spec.retention_age_s),
         "retention_bytes": spec.retention_bytes,
         "write_once": None if spec.write_once is None else str(spec.write_once),
+    }
+
+
+def _route_state(route: Route | None, gone: str | None = None) -> State:
+    if route is None:
+        return {"status": gone}
+    return {
+        "type": route.type,
+        "priority": route.priority,
+        "enabled": str(route.enabled),
+        "tenant": route.tenant,
+    }
+
+
+def _schedule_state(definition: Definition | None, gone: str | None = None) -> State:
+    if definition is None:
+        return {"status": gone}
+    return {
+        "topic": definition.topic,
+        "cron": None if definition.cron is None else definition.cron[:SHOWN_CHARACTERS],
+        "every_us": definition.every_us,
+        "codec": definition.codec,
+        "headers": msgspec.json.encode(definition.headers).decode()[:SHOWN_CHARACTERS],
+        "payload_bytes": len(definition.payload),
+        "payload_sha256": hashlib.sha256(definition.payload).hexdigest(),
     }

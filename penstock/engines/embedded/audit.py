@@ -1,8 +1,7 @@
-"""The audit trail of an embedded engine: copies operators' actions from the journal to the chain.
+"""The audit trail of an embedded engine: copies operators' actions from the journal to the audit chain.
 
-An action and its audit entry are one journal entry, so neither exists without the other. The chain
-follows a moment later; until it has an entry the journal keeps it, and after a crash the next life
-catches up.
+An action and its audit entry are written together, so neither exists without the other. The chain gets
+the entry a moment later; until then the journal keeps it, and after a crash the next start copies it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ log = logging.getLogger("penstock.engines")
 
 
 class AuditTrail:
-    """Appends to the audit chain, behind the commits and in their order."""
+    """Appends to the audit chain, after the commits and in their order."""
 
     def __init__(self, engine: EmbeddedEngine, entropy: bytes) -> None:
         recovered = engine.recovered
@@ -50,13 +49,13 @@ class AuditTrail:
         self._turn = asyncio.Lock()
         self._tasks = BackgroundTasks()
         self.failure: str | None = None
-        """Why nothing more is chained in this life; the next one catches up."""
+        """Why nothing more is appended until the next start."""
         self._late = [_chained(entry, ref) for ref, entry in recovered.audited]
-        """What the last life left in the journal only."""
+        """Entries that recovery found in the journal only."""
         try:
             self.log.append_missing(self._late)
             self._late = []
-        except DiskRefused:  # no reason not to start: it is in the journal, and follows
+        except DiskRefused:  # the engine starts all the same: the journal has them
             self._behind = self._late[0].ref
 
     @property
@@ -66,15 +65,15 @@ class AuditTrail:
         return self._behind if behind else self._engine.committed_to
 
     def start(self) -> None:
-        """Catch up with what the last life could not chain, as soon as there is room."""
+        """Append the entries that recovery found in the journal only, as soon as there is room."""
         if self._late:
             late, self._late = self._late, []
             self._follow(late, self._engine.recovered.position)
 
     def mark(self) -> AuditMark | None:
-        """How far the chain reaches, where the manifest does not know it yet.
+        """How far the chain reaches; None when the manifest knows it.
 
-        What a lost chain had stays known there: another one does not take its place.
+        The manifest keeps the mark of a chain that was lost: another chain does not replace it.
         """
         head = self.log.head
         found = AuditMark(head.sequence, head.hash, self.log.public_key)
@@ -90,12 +89,12 @@ class AuditTrail:
         result: State,
         reason: str = "",
     ) -> Audited:
-        """What goes into the journal together with the action itself."""
+        """The entry that is written to the journal together with the action."""
         at_us = self._engine.runtime.wall_us()
         return as_recovered(Audited(at_us, actor, operation, [target], reason, prior, result))
 
     def committed(self, submissions: Sequence[Submission], end: int) -> None:
-        """A commit that ends at `end` is durable: chain the actions in it."""
+        """A commit that ends at `end` is durable: append its actions to the chain."""
         entries = [
             _chained(entry, submission.position + number)
             for submission in submissions
@@ -112,7 +111,7 @@ class AuditTrail:
 
     async def _append(self, entries: list[AuditEntry], end: int) -> None:
         async with self._turn:
-            # While it is not in the chain it must stay in the journal: nothing is sealed past it.
+            # Until the entries are in the chain they must stay in the journal: nothing is sealed past them.
             while self.failure is None and not self._tasks.ending:
                 try:
                     await self._engine.runtime.read(self.log.append_missing, entries)
@@ -126,7 +125,7 @@ class AuditTrail:
                     raise
 
     async def settled(self) -> None:
-        """Return when all that is committed is in the chain; raises DiskRefused when that waits for the disk."""
+        """Wait until all committed actions are in the chain; raises DiskRefused when the disk is full."""
         try:
             await self._tasks.settled()
         except DiskRefused as error:
@@ -137,10 +136,10 @@ class AuditTrail:
             ) from error
 
     async def end(self) -> None:
-        """Append what there is room for, and leave the rest to the next life."""
+        """Append what there is room for; the next start appends the rest."""
         with contextlib.suppress(DiskRefused):
             await self.settled()
-        await self._tasks.end()  # the file is closed next: nobody may be writing to it
+        await self._tasks.end()  # the file is closed next: no task may be writing to it
 
     def close(self) -> None:
         """Sign the end and release the files."""

@@ -1,13 +1,14 @@
-"""Pending: what waits for the next commit, a queue for each tenant, served in turns.
+"""What waits for the next commit, and how it becomes batches in the journal.
 
-Each tenant gets at most its quantum of bytes in a commit while others wait, so one tenant's flood
-costs the others one quantum and not the flood. Who is patient goes with the commit of somebody who
-is not, as long as there is one soon: a sync of its own would hold up those of others.
+A `Submission` (drafts and entries that go into the journal together) waits in the queue of its tenant.
+`CommitQueue` serves the tenants in turns: each gets at most its quantum of bytes in a commit while
+others wait, so one tenant's flood costs the others one quantum and not the flood. A submission with
+`patience_s` joins a commit that another one causes, if there is one soon: a sync of its own would
+delay the commits of other tenants.
 
-Layout: gives drafts their place, offset and time, and lays them into a commit.
-
-Runs when a commit is taken, so order and duplicates are decided once, in one place. Small drafts
-of the same topic that arrived meanwhile become one batch. A submission is laid out whole or not at
+`Batcher` gives events their partition offsets and append times, and puts them into a commit as
+batches. It runs when a commit is taken, so order and duplicates are decided once, in one place. Small
+drafts of a topic that arrived meanwhile become one batch. A submission is laid out whole or not at
 all: one with a value that cannot be written is refused, and the others go on.
 """
 
@@ -36,11 +37,15 @@ from penstock.model.event import Receipt
 from penstock.model.settings import Media
 from penstock.model.token import TokenSource, token_at
 
-# -- pending --------------------------------------------------------------------------------------
-
-
-# A commit that patient submissions join is no larger than this: it is written as quickly as without.
+# A commit that submissions with patience join is no larger than this: it is written as quickly as
+# without them.
 COMPANY_BYTES = 112 * 1024
+# Drafts of fewer events wait until the commit is taken and share a batch; larger ones are laid out
+# as soon as they arrive, while the disk is busy with the commit before.
+MERGE_EVENTS = 64
+# Head, names and padding of one batch, generously.
+BATCH_OVERHEAD_BYTES = 640
+_OFFSET_MASK = (1 << PARTITION_SHIFT) - 1
 
 
 class Submission:
@@ -77,40 +82,40 @@ class Submission:
         self.size = size
         self.future = future
         self.patience_s = 0.0
-        """How long it waits for a commit of somebody else; nothing when that time is over."""
+        """How long it waits to join a commit that another submission causes; then 0."""
         self.entries: list[Entry] = []
         self.position = 0
-        """Where it went in the journal."""
+        """Where it lies in the journal."""
         self.written: list[Entry] = []
         """All entries that went into the journal with it."""
         self.receipts: list[Receipt] = []
         self.check: Callable[[], None] | None = None
-        """Last objection before the submission is taken: raises, and nothing of it happens."""
+        """Called when a commit takes the submission: when it raises, nothing of it happens."""
         self.for_publish = bool(drafts)
-        """Whether it is events, or what they need: such as do not use the room that is kept back."""
+        """Whether it holds events, or entries they need: it leaves the journal's reserve alone."""
         self.brings_news = False
-        """Whether `when_taken` also gives what a group has settled and leased."""
+        """Whether `when_taken` also returns what a group has settled and leased."""
         self.when_taken: Callable[[list[Receipt]], list[Entry]] | None = None
-        """Entries that need the offsets the drafts got."""
+        """Makes the entries that need the offsets of the drafts."""
 
 
 class Source(Protocol):
-    """Where entries that nobody waits for come from: the delivery machines."""
+    """Gives entries that no caller waits for: the delivery machines do."""
 
     def drain(self) -> tuple[list[Entry], list[Lease]]:
-        """Entries to write, and the leases that may go out when they are durable."""
+        """Entries to write, and the leases that may be handed out when they are durable."""
         ...
 
     def news_bytes(self) -> int:
-        """An upper bound on what `drain` would return takes in the journal."""
+        """An upper bound on what the entries of `drain` would take in the journal."""
         ...
 
 
 class CommitQueue:
-    """Submissions by tenant, in turns.
+    """Submissions that wait for a commit, by tenant; tenants take turns.
 
-    >>> pending = CommitQueue()
-    >>> pending.bytes
+    >>> waiting = CommitQueue()
+    >>> waiting.bytes
     0
     """
 
@@ -130,9 +135,9 @@ class CommitQueue:
         self.bytes += submission.size
 
     def presses(self, busy: Collection[str] = ()) -> bool:
-        """Whether anybody but these tenants has something that should not wait for company."""
+        """Whether a tenant that is not busy has a submission that needs a commit now."""
         return any(
-            tenant not in busy and _pressing(queue) for tenant, queue in self._queues.items()
+            tenant not in busy and _needs_commit(queue) for tenant, queue in self._queues.items()
         )
 
     def first_size(self, busy: Collection[str] = ()) -> int:
@@ -142,9 +147,9 @@ class CommitQueue:
         return 0
 
     def _order(self, busy: Collection[str]) -> list[str]:
-        """Whose turn it is: patient tenants come last."""
+        """Tenants in their turns; those that can wait for another commit come last."""
         order = [tenant for tenant in self._queues if tenant not in busy]
-        order.sort(key=lambda tenant: not _pressing(self._queues[tenant]))
+        order.sort(key=lambda tenant: not _needs_commit(self._queues[tenant]))
         return order
 
     def take(
@@ -154,9 +159,9 @@ class CommitQueue:
         fits: Callable[[Submission, int], bool],
         busy: Collection[str] = (),
     ) -> list[Submission]:
-        """The submissions of one commit, none of a busy tenant's; at least one, if it fits.
+        """The submissions of one commit, none of a busy tenant; at least one, if it fits.
 
-        `fits` is asked about each, and how many bytes there would be with it.
+        `fits` is called with each submission and the bytes of the commit including it.
         """
         taken: list[Submission] = []
         if len(self._queues) == 1:
@@ -164,7 +169,7 @@ class CommitQueue:
         spent = 0
         served: dict[str, deque[Submission]] = {}
         for tenant in self._order(busy):
-            if not _pressing(self._queues[tenant]):
+            if not _needs_commit(self._queues[tenant]):
                 budget = min(budget, COMPANY_BYTES)
             queue = self._queues.pop(tenant)
             share = 0
@@ -195,24 +200,13 @@ class CommitQueue:
         return dropped
 
 
-def _pressing(queue: deque[Submission]) -> bool:
+def _needs_commit(queue: deque[Submission]) -> bool:
     """Whether any of a tenant's submissions should not wait: those before it go with it."""
     return any(not each.patience_s for each in queue)
 
 
-# -- layout ---------------------------------------------------------------------------------------
-
-
-# Drafts of fewer events wait until the commit is taken and share a batch; larger ones are laid out
-# as soon as they arrive, while the disk is busy with the commit before.
-MERGE_EVENTS = 64
-# Head, names and padding of one batch, generously.
-BATCH_OVERHEAD_BYTES = 640
-_OFFSET_MASK = (1 << PARTITION_SHIFT) - 1
-
-
 class Placed(NamedTuple):
-    """A batch in a commit."""
+    """A batch in a commit: its partition, its journal position, and where it lies in a group there."""
 
     batch: EventBatch
     log: PartitionLog
@@ -221,7 +215,7 @@ class Placed(NamedTuple):
 
 
 class Batcher:
-    """Turns submissions into journal entries."""
+    """Turns submissions into batches and entries of a commit."""
 
     def __init__(
         self,
@@ -239,9 +233,9 @@ class Batcher:
         compressors.get(media.compressor)  # one that is missing shows now, not in a commit
         self._merging: dict[tuple[str, int, str, str], list[Submission]] = {}
         self._moved: list[tuple[PartitionLog, int, int]] = []
-        """Where partitions ended before the submission that is being laid out."""
+        """Partitions of the submission that is being laid out, each with its end and time before it."""
         self._remembered: list[EventBatch] = []
-        """Its batches whose tokens are known now."""
+        """Batches of that submission whose tokens deduplication has remembered."""
         self._now_us = 0
 
     def build(self, draft: Draft) -> EventBatch:
@@ -250,7 +244,7 @@ class Batcher:
         self.compress(batch)
         return batch
 
-    def build_aside(self, draft: Draft) -> EventBatch:
+    def build_for_side_file(self, draft: Draft) -> EventBatch:
         """Lay out a draft of one whose payload goes to a file of its own, named by its token."""
         batch = draft.batch if draft.batch is not None else draft.build()
         batch.token_base = self._tokens.take(self._wall_us() // 1_000, 1)
@@ -260,7 +254,7 @@ class Batcher:
         """Choose the configured compressor for a batch, when that pays."""
         name = self._media.compressor
         if batch.compressor == name:
-            return  # done already, by somebody with more time
+            return  # done before, away from the commit
         body = batch.body()
         if name == "none" or len(body) < max(self._media.compress_min_bytes, 1):
             return
@@ -290,9 +284,9 @@ class Batcher:
     def _merge(self, commit: Commit, placed: list[Placed]) -> None:
         for submissions in self._merging.values():
             try:
-                with self._whole_or_not(commit, placed):
+                with self._undone_on_error(commit, placed):
                     self._lay_joined(submissions, commit, placed)
-            except Exception:  # of one of them: it is found when each is laid out by itself
+            except Exception:  # of one submission: it shows when each is laid out by itself
                 for submission in submissions:
                     self._lay_or_refuse(submission, commit, placed)
         self._merging = {}
@@ -315,16 +309,16 @@ class Batcher:
 
     def _lay_or_refuse(self, submission: Submission, commit: Commit, placed: list[Placed]) -> None:
         try:
-            with self._whole_or_not(commit, placed):
+            with self._undone_on_error(commit, placed):
                 self._lay_one(submission, commit, placed)
         except Exception as error:
             submission.written = []
-            if not submission.future.done():  # its caller may have given up
-                submission.future.set_exception(_unfit(error))
+            if not submission.future.done():  # its caller may have been cancelled
+                submission.future.set_exception(_unwritable(error))
 
     @contextmanager
-    def _whole_or_not(self, commit: Commit, placed: list[Placed]) -> Iterator[None]:
-        """What fails in here leaves commit, partitions and tokens as they were."""
+    def _undone_on_error(self, commit: Commit, placed: list[Placed]) -> Iterator[None]:
+        """Put commit, partitions and tokens back as they were when the block raises."""
         self._moved, self._remembered = [], []
         end, entries, batches = commit.end, len(commit.entries), len(placed)
         try:
@@ -350,9 +344,11 @@ class Batcher:
                 )
                 assert batch is not None
                 self._place(batch, draft.topic, partition)
-                receipt = _receipt(batch)
+                receipt = Receipt(
+                    batch.topic, batch.partition, batch.base_offset, batch.count, batch.token(0)
+                )
             else:
-                receipt, batch = self._lay_new_ones(draft, partition, known)
+                receipt, batch = self._lay_unknown(draft, partition, known)
             receipts.append(receipt)
             if batch is not None:
                 laid.append((batch, self._log.partition(draft.topic, partition)))
@@ -389,7 +385,7 @@ class Batcher:
         return position
 
     def _place(self, batch: EventBatch, topic: str, partition: int) -> PartitionLog:
-        partition = operator.index(partition)  # 0.0 would find its way, and could not be written
+        partition = operator.index(partition)  # 0.0 would find its log, and could not be written
         log = self._log.partition(topic, partition)
         self._moved.append((log, log.next, log.last_time_us))
         batch.partition = partition
@@ -416,10 +412,10 @@ class Batcher:
             known = [None] * draft.count
         return known
 
-    def _lay_new_ones(
+    def _lay_unknown(
         self, draft: Draft, partition: int, known: list[int | None]
     ) -> tuple[Receipt, EventBatch | None]:
-        """Publish what is new and answer with the old offsets for the rest."""
+        """Lay out the events with unknown tokens; the receipt has the old offsets of the others."""
         assert draft.tokens is not None
         fresh: dict[bytes, int] = {}
         for index, token in enumerate(draft.tokens):
@@ -444,9 +440,9 @@ class Batcher:
         if len(parts) == 1:
             return parts[0], batch
         first = parts[0]
-        everything = all(part.duplicate for part in parts)
+        all_known = all(part.duplicate for part in parts)
         return Receipt(
-            draft.topic, first.partition, first.offset, draft.count, first.token, everything,
+            draft.topic, first.partition, first.offset, draft.count, first.token, all_known,
             parts=tuple(parts),
         ), batch  # fmt: skip
 
@@ -483,14 +479,14 @@ def draft_sizes(draft: Draft) -> tuple[int, int, int]:
 
 
 def draft_payload_bytes(draft: Draft) -> int:
-    """The bytes of a draft's payloads: what rates and counters count, on either side of a wire."""
+    """The bytes of a draft's payloads: rates and counters count them, on either side of a wire."""
     if draft.batch is not None:
         return payload_bytes(draft.batch)
     return sum(map(len, draft.payloads))
 
 
 def _utf8_bytes(text: str) -> int:
-    # What cannot be encoded is refused when the draft is laid out, with a better word for it.
+    # Text that cannot be encoded is refused when the draft is laid out, with a better message.
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
@@ -526,15 +522,11 @@ def joined(drafts: Sequence[Draft]) -> Draft:
     return whole
 
 
-def _unfit(error: Exception) -> PenstockError:
-    """What the caller of a submission hears that could not be laid out."""
+def _unwritable(error: Exception) -> PenstockError:
+    """The error for the caller of a submission that could not be laid out."""
     if isinstance(error, PenstockError):
         return error
     return InvalidInput(
         f"this cannot be stored: {type(error).__name__}: {error}. Nothing of it was; check the types "
         "of its values"
     )
-
-
-def _receipt(batch: EventBatch) -> Receipt:
-    return Receipt(batch.topic, batch.partition, batch.base_offset, batch.count, batch.token(0))

@@ -1,4 +1,10 @@
-"""Dead letters: burying doomed events, and the operators' rules about them (row T8)."""
+"""Dead letters: stores the events that a group gave up, and does what operators ask about them.
+
+A dead letter is a record in the state and a copy of the event in its tenant's topic of dead letters,
+written in one submission. Operators inspect dead letters, replay them to the group they failed at,
+purge them, or quarantine a message by hand. Each of these changes is in the audit chain, with its
+actor and reason.
+"""
 
 from __future__ import annotations
 
@@ -50,22 +56,25 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock.engines")
 
-# Doomed events buried in one journal entry.
-BURY_CHUNK = 256
+# Failed events stored in one journal entry: their payloads are in memory at the same time.
+STORE_CHUNK = 256
 FORGET_CHUNK = 1_024  # records that are forgotten in one journal entry
 QUARANTINE = -1  # offset of a dead letter that was never an event of the log
-
-
 DEAD_LETTERS = "_dlq."
+"""Topics of dead letters begin with this; the tenant follows."""
 
 
 def dead_letter_topic(tenant: str) -> str:
-    """Where the dead letters of a tenant lie (row X4)."""
+    """The topic of a tenant's dead letters.
+
+    >>> dead_letter_topic("acme")
+    '_dlq.acme'
+    """
     return f"{DEAD_LETTERS}{tenant}"
 
 
 class RequestVerdict(msgspec.Struct):
-    """What a requester is told when its request became a dead letter."""
+    """The answer to a requester whose request became a dead letter."""
 
     consumer: str
     attempts: int
@@ -99,34 +108,35 @@ async def detail_of(
 
 
 class DeadLetterStore:
-    """Buries doomed events, and serves those who look after the dead."""
+    """Stores failed events as dead letters, and answers operators' requests about them."""
 
     def __init__(self, engine: EmbeddedEngine) -> None:
         self.buried: Callable[[str, str], None] = lambda tenant, topic: None
-        """Told of every event that became a dead letter."""
+        """Called with tenant and topic of every event that became a dead letter."""
         self.revived: Callable[[str, str], None] = lambda tenant, topic: None
-        """Told of every dead letter that was given back."""
+        """Called with tenant and topic of every dead letter that was replayed."""
         self._engine = engine
-        self._burials = BackgroundTasks()
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._storing = BackgroundTasks()
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By id: held while an operator's action on a record is under way."""
 
-    # -- burying -------------------------------------------------------------------------------
+    # -- storing -------------------------------------------------------------------------------
 
-    def bury(self, group: QueueGroup) -> None:
-        """Take a machine's doomed events and store them among the dead letters."""
-        doomed, group.doomed = group.doomed, []
-        for start in range(0, len(doomed), BURY_CHUNK):
-            chunk = doomed[start : start + BURY_CHUNK]
-            self._burials.add(self._engine.spawn(self._bury(group, chunk)))
+    def store_failed(self, group: QueueGroup) -> None:
+        """Take the events that a group gave up and store them among the dead letters."""
+        failed, group.doomed = group.doomed, []
+        for start in range(0, len(failed), STORE_CHUNK):
+            chunk = failed[start : start + STORE_CHUNK]
+            self._storing.add(self._engine.spawn(self._store(group, chunk)))
 
     async def settled(self) -> None:
-        """Return when everything doomed so far is buried; raises DiskRefused when it waits for the disk."""
-        await self._burials.settled()
+        """Wait until the events given up so far are stored; raises DiskRefused when the disk is full."""
+        await self._storing.settled()
 
-    async def _bury(self, group: QueueGroup, doomed: Sequence[Doomed]) -> None:
+    async def _store(self, group: QueueGroup, failed: Sequence[Doomed]) -> None:
         found: list[tuple[Doomed, Event]] = []
         gone: list[Doomed] = []
-        for each in doomed:
+        for each in failed:
             lane = each.lane
             try:
                 event = await self._engine.event_at(lane.topic, lane.partition, each.offset)
@@ -159,17 +169,17 @@ class DeadLetterStore:
         while True:
             try:
                 await self._engine.publisher.submit(drafts, when_taken=entries)
-                self._burials.full = None
+                self._storing.full = None
                 break
-            except Rejected as error:  # the disk is full: they stay doomed until there is room
-                await self._burials.waits(error)
+            except Rejected as error:  # the disk is full: they are stored when there is room
+                await self._storing.waits(error)
         for _, event in found:
             self.buried(event.tenant, event.topic)
         self._engine.dispatcher.touched(group)
         await self._tell_requesters(group.name, found)
 
     async def _tell_requesters(self, consumer: str, dead: Sequence[tuple[Doomed, Event]]) -> None:
-        """Those who still wait for the replies to these events learn why none will come."""
+        """Tell the requesters that still wait for replies to these events why none will come."""
         drafts: list[Draft] = []
         for each, event in dead:
             inbox, correlation = event.headers.get(REPLY_TO, ""), event.headers.get(CORRELATION, "")
@@ -191,7 +201,7 @@ class DeadLetterStore:
             dead_letter_topic(event.tenant), [event.payload], tenant=event.tenant, codec=event.codec
         )
         draft.keys = [event.key]
-        # A copy is no request: what a consumer of dead letters returns is no reply.
+        # A copy is no request: the return value of a handler of dead letters is no reply.
         own = {k: v for k, v in event.headers.items() if k not in (REPLY_TO, CORRELATION)}
         draft.headers = [
             {
@@ -217,10 +227,10 @@ class DeadLetterStore:
             event.tenant, attempts, reason, at_us, receipt.offset,
         )  # fmt: skip
 
-    # -- their end -------------------------------------------------------------------------------
+    # -- retention -----------------------------------------------------------------------------
 
     async def forget_expired(self, tenants: Iterable[str]) -> None:
-        """Drop the records of letters whose copy retention took: they are kept as long as it is."""
+        """Drop records whose copies retention deleted: a record is kept as long as its copy."""
         log = self._engine.log
         firsts = {name: log.bounds(dead_letter_topic(name), 0)[0] for name in tenants}
         gone = [
@@ -257,13 +267,13 @@ class DeadLetterStore:
         confirm: str,
         dry_run: bool = False,
     ) -> Outcome:
-        """Give dead letters back to the consumer they failed at, each with a fresh budget."""
+        """Give dead letters back to the group they failed at, each with all its attempts."""
         if not dry_run:
             reason = confirmed("REPLAY", confirm, actor, reason)
         outcome = Outcome(len(ids))
         for id in ids:
             try:
-                async with self._turn(id):
+                async with self._lock(id):
                     letter, group, lane = await self._target(id, target_consumer, target_topic)
                     if not dry_run:
                         await self._replay(letter, group, lane, actor, reason)
@@ -272,9 +282,9 @@ class DeadLetterStore:
                 outcome.failed(id, error)
         return outcome
 
-    def _turn(self, id: str) -> asyncio.Lock:
-        """Two operators must not act on one record at once: the later one sees what the other did."""
-        return self._turns.setdefault(id, asyncio.Lock())
+    def _lock(self, id: str) -> asyncio.Lock:
+        """Lets one operator at a time act on a record: the next one sees what the first did."""
+        return self._locks.setdefault(id, asyncio.Lock())
 
     async def _target(
         self, id: str, consumer: str, topic: str
@@ -312,7 +322,7 @@ class DeadLetterStore:
 
         def entries(_: list[Receipt]) -> list[Entry]:
             group.revive(lane, letter.offset, self._engine.runtime.now())
-            # Its return to the group goes into the same entry: a crash between two would lose it.
+            # Its return to the group is in the same entry: a crash between two entries would lose it.
             return [*group.drain(), DeadReplayed(letter.id), audit]
 
         await self._engine.publisher.submit([], when_taken=entries, brings_news=True)
@@ -322,13 +332,13 @@ class DeadLetterStore:
     async def purge(
         self, ids: Sequence[str], actor: str, reason: str, confirm: str, dry_run: bool = False
     ) -> Outcome:
-        """Take dead letters out of the view; the log keeps the events."""
+        """Remove the records of dead letters; the log keeps the events."""
         if not dry_run:
             reason = confirmed("PURGE", confirm, actor, reason)
         outcome = Outcome(len(ids))
         for id in ids:
             try:
-                async with self._turn(id):
+                async with self._lock(id):
                     letter = self.find(id)
                     audit = self._audit(actor, "dlq.purge", letter, reason, "purged")
                     if not dry_run:
@@ -341,7 +351,7 @@ class DeadLetterStore:
     async def quarantine(
         self, id: str, consumer: str, topic: str, payload: bytes | None, actor: str, reason: str
     ) -> DeadLetter:
-        """Put a message among the dead letters by hand: an event of the log, or a payload given."""
+        """Make a dead letter by hand, of an event of the log or of the payload given."""
         reason = signed(actor, reason)
         check_topic(topic)
         check_id(id)
@@ -351,19 +361,19 @@ class DeadLetterStore:
         event = await self._event_of(id, topic, payload)
         offset = event.offset if payload is None else QUARANTINE
         name = f"{event.token if payload is None else id}@{consumer}"
-        async with self._turn(name):
+        async with self._lock(name):
             self._check_free(name)
             await self._quarantine(name, consumer, event, offset, actor, reason)
         return self.find(name)
 
     def _check_free(self, id: str) -> None:
-        """A record is evidence: nobody writes over one, they purge it and say why."""
+        """Raise AlreadyExists when the id has a record: it is evidence, and goes only by a purge."""
         letter = self._engine.state.dead.get(id)
         if letter is not None:
             state = "dead already" if letter.status == "dead" else "there already, and was replayed"
             raise AlreadyExists(
                 f"{id} is {state}; it was kept as it was. `penstock dlq inspect` shows it; purge it "
-                "first to make it anew",
+                "first to make another one",
                 id=id,
                 status=letter.status,
             )
@@ -384,11 +394,11 @@ class DeadLetterStore:
         )
 
         def entries(receipts: list[Receipt]) -> list[Entry]:
-            status = None  # never an event of that group
+            status = None  # it was never an event of that group
             if group is not None and lane is not None:
-                waits = offset >= lane.cursor
-                held = waits or any(run.holds(lane, offset) for run in group.unsettled())
-                status = "unsettled" if held else "settled"
+                ahead = offset >= lane.cursor
+                unsettled = ahead or any(run.holds(lane, offset) for run in group.unsettled())
+                status = "unsettled" if unsettled else "settled"
                 group.withdraw(lane, offset)
             replace = msgspec.structs.replace
             return [
@@ -401,7 +411,7 @@ class DeadLetterStore:
         await self._engine.publisher.submit([draft], when_taken=entries, brings_news=True)
         self.buried(event.tenant, topic)
         if group is not None:
-            self._engine.dispatcher.touched(group)  # its key may go on
+            self._engine.dispatcher.touched(group)  # later events of its key may be delivered now
 
     async def _event_of(self, id: str, topic: str, payload: bytes | None) -> Event:
         if payload is not None:

@@ -1,14 +1,14 @@
 """The embedded engine: the whole bus in one process, on a folder (or, for `mem:`, in memory).
 
-One task owns all state and writes commits; another process seals. The parts:
+`EmbeddedEngine` opens the folder, recovers its state, makes the parts and connects them, and closes
+all of it. One task owns all state and writes commits; another process seals. The parts:
 
-    intake, pending, layout, commitloop,
-    writer                                 from a draft to a durable batch
-    topics, groups, dispatcher, logreader  what there is, who reads what, and from where
-    handle, reading                        events in a consumer's hands, and read back
-    deadletters, timekeeper                what failed, what waits
-    housekeeping, brake                    sealing, retention, reclaiming; what it costs publishers
-    audittrail, administration             what operators did, and everything they ask for
+    publisher, batching, commit, runtime     from a draft to a durable batch
+    groups, delivery, log_groups, reader     who reads what, and events in consumers' hands
+    dead_letters, schedules                  events that failed, events that are not due yet
+    maintenance                              sealing, retention, reclaiming; it slows publishers down
+    lost_events                              events that retention deleted before they were read
+    audit, admin                             what operators did, and answers to their requests
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ CAPABILITIES = frozenset(
 
 
 class EmbeddedEngine:
-    """A bus on a disk, in this process."""
+    """A bus in this process, on a disk."""
 
     capabilities = CAPABILITIES
 
@@ -81,18 +81,18 @@ class EmbeddedEngine:
         self.on_commit: Callable[[Sequence[EventBatch]], None] | None = None
         """Called with the batches of each commit, once they are durable."""
         self.pause_aside: Callable[[], None] | None = None
-        """Called in a thread before each piece of a large payload is written: others may come first."""
+        """Called in a thread before each piece of a large payload is written, to let others write."""
         self.lease_hold_s = 0.0
-        """After a crash or a stop, how long leased events wait for a holder that may come back."""
+        """After a start, how long events that were leased wait for a holder that may come back."""
         self._lock: Lock | None = None
         self._saving = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self.is_open = False
 
-    # -- life ----------------------------------------------------------------------------------
+    # -- opening and closing -------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Lock, recover, and go on where the last life ended."""
+        """Lock the folder, recover, and go on where the journal ends."""
         self.runtime.attach(asyncio.get_running_loop())
         try:
             self._lock = await self.runtime.read(self._take_lock)
@@ -143,8 +143,9 @@ class EmbeddedEngine:
                 await self.runtime.read(read_file, self.disk, ROUTES)
             )
         tokens = TokenSource(self.runtime.entropy(8))
-        layout = Batcher(self.log, self.fold, tokens, self.settings.media, self.runtime.wall_us)
-        self.layout = layout
+        self.layout = Batcher(
+            self.log, self.fold, tokens, self.settings.media, self.runtime.wall_us
+        )
         self.dead_letter_store = DeadLetterStore(self)
         self.handovers = Handovers(self.disk, found.epoch)
         self.dispatcher = Dispatcher(
@@ -152,15 +153,15 @@ class EmbeddedEngine:
             self.runtime,
             self.handovers,
             self.admission.limits,
-            hurry=self._hurry,
-            mention=self._mention,
-            bury=self.dead_letter_store.bury,
+            commit_now=self._commit_now,
+            commit_soon=self._commit_soon,
+            store_failed=self.dead_letter_store.store_failed,
             find_readers=lambda topic: self.groups.find_readers(topic),  # noqa: PLW0108 - made below
         )
         self.admission.on_reload = self.dispatcher.limit
         self.commits = CommitLoop(
-            self.journal, layout, self.dispatcher, self.runtime, self.settings, self._laid,
-            self._committed,
+            self.journal, self.layout, self.dispatcher, self.runtime, self.settings,
+            self._laid, self._committed,
         )  # fmt: skip
         self.sealing_backlog = SealingBacklog(self.runtime, self.settings)
         self.groups = Groups(self)
@@ -176,18 +177,18 @@ class EmbeddedEngine:
             for topic, spec in self.state.topics.items()
             if spec.ephemeral
         ]
-        with contextlib.suppress(DiskRefused):  # then they end with the next life
+        with contextlib.suppress(DiskRefused):  # then they end after the next start
             await self.publisher.submit([], entries=ended)
             self.handovers.begin(found.epoch + 1)
         for group in list(self.dispatcher.groups.values()):
             self.dispatcher.pump(group)
-        # Before anybody publishes: a side file is written before the entry that names it.
+        # Before the first publish: a side file is written before the entry that names it.
         await self.runtime.read(self.maintenance.sweep_orphans)
         self.spawn(self.scheduler.run())
         self.spawn(self.maintenance.run())
 
     async def close(self) -> None:
-        """Commit what waits, stop everything, give the folder back."""
+        """Commit what waits, stop everything, unlock the folder."""
         if not self.is_open:
             return
         self.is_open = False
@@ -197,7 +198,7 @@ class EmbeddedEngine:
                 group.leave(member, self.runtime.now())
             self.dispatcher.pump(group)
         try:
-            # On a full disk the next life finds in the journal what is doomed, and what is not audited.
+            # On a full disk the journal keeps failed events and audit entries for the next start.
             with contextlib.suppress(DiskRefused):
                 await self.dead_letter_store.settled()
             await self.commits.close()
@@ -211,7 +212,7 @@ class EmbeddedEngine:
             await self.dispatcher.close(closed)
             await self.maintenance.close()
             try:
-                # Behind whatever the writer still does: the journal is cut to its length here.
+                # After everything that the writer still does: the journal is cut to its length here.
                 await self.runtime.write(self._release)
             finally:
                 self.runtime.close()
@@ -227,31 +228,70 @@ class EmbeddedEngine:
             if self._lock is not None:
                 self._lock.release()
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run something beside; a typed failure there is the engine's to report, not to die of."""
-        task = asyncio.get_running_loop().create_task(self._watched(work))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+    # -- what the bus asks for -----------------------------------------------------------------
 
-    async def _watched(self, work: Coroutine[Any, Any, None]) -> None:
-        try:
-            await work
-        except PenstockError as error:
-            if self.is_open:
-                self.maintenance.problem = str(error)
-                if not isinstance(error, Rejected):  # which is tried again
-                    log.error("something behind the bus failed: %s", error)
+    async def publish(self, draft: Draft) -> Receipt:
+        """Store events; durable when it returns."""
+        return await self.publisher.publish(draft)
 
-    def _hurry(self) -> None:
+    async def transact(self, transaction: Transaction) -> list[Receipt] | None:
+        """Publishes, acks and cursors in one journal entry."""
+        return await self.publisher.transact(transaction)
+
+    async def subscribe(self, subscribe: Subscribe) -> QueueFeed | LogFeed:
+        """Join a group, which is made when it does not exist."""
+        name = subscribe.group
+        check_name(subscribe.member)
+        await self.groups.ensure(name, subscribe.spec)
+        if subscribe.spec.mode == "log":
+            return self.groups.logs[name].join(subscribe.member, subscribe.handed)
+        return self.dispatcher.join(
+            name, subscribe.member, subscribe.max_inflight, subscribe.identity.tenant
+        )
+
+    def read(
+        self, topic: str, partition: int, start: int, stop: int | None
+    ) -> AsyncIterator[EventBatch]:
+        """Stored batches in order."""
+        known_partition(self.state, topic, partition)
+        return stored_batches(self.log, self.runtime, topic, partition, start, stop)
+
+    async def event_at(self, topic: str, partition: int, offset: int) -> Event:
+        """One stored event."""
+        return await event_at(self.log, self.runtime, topic, partition, offset)
+
+    async def ask(self, request: Request) -> Any:
+        """Answer an administrative request."""
+        return await self.administration.answer(request)
+
+    async def flush(self) -> None:
+        """Make everything settled so far durable, dead letters included."""
+        for group in list(self.dispatcher.groups.values()):
+            if group.doomed:
+                self.dead_letter_store.store_failed(group)
+        await self.dead_letter_store.settled()
+        await self.commits.flush()
+
+    async def save_routes(self) -> None:
+        """Write the route catalogue, atomically."""
+        async with self._saving:  # two writes at once would share a temporary file
+            data = self.routes.encode()
+            try:
+                await self.runtime.read(write_file, self.disk, ROUTES, [data])
+            except OSError as error:
+                raise refused(error, "the route catalogue") from error
+
+    # -- commits -------------------------------------------------------------------------------
+
+    def _commit_now(self) -> None:
         self.commits.hurry()
 
-    def _mention(self) -> None:
+    def _commit_soon(self) -> None:
         self.commits.mention()
 
     def _laid(self, placed: list[Placed]) -> None:
-        """Events have their offsets: groups that need not look into them may lease them out."""
-        foreseen: dict[str, QueueGroup] = {}
+        """Events have their offsets: groups that need not look into events may lease them now."""
+        early: dict[str, QueueGroup] = {}
         for batch, _, _, _ in placed:
             if batch.priority is not None:
                 continue
@@ -259,12 +299,12 @@ class EmbeddedEngine:
                 if isinstance(reader, QueueGroup) and reader.blind:
                     place = (batch.topic, batch.partition)
                     self.dispatcher.arrived(reader, place, batch.end_offset, False)
-                    foreseen[reader.name] = reader
-        for group in foreseen.values():
+                    early[reader.name] = reader
+        for group in early.values():
             self.dispatcher.pump(group)
 
     def _committed(self, taken: OpenCommit) -> None:
-        """A commit is durable: let readers see it and members have it."""
+        """A commit is durable: readers see its events, members get them, the parts are told."""
         touched: dict[int, Any] = {}
         base = self.journal.base
         for batch, log, position, inner in taken.placed:
@@ -301,57 +341,20 @@ class EmbeddedEngine:
         if self.on_commit is not None:
             self.on_commit([placed.batch for placed in taken.placed])
 
-    # -- what the bus asks for -------------------------------------------------------------------
+    # -- background tasks ----------------------------------------------------------------------
 
-    async def publish(self, draft: Draft) -> Receipt:
-        """Store events; durable when it returns."""
-        return await self.publisher.publish(draft)
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run something in the background; the engine reports a PenstockError of it and goes on."""
+        task = asyncio.get_running_loop().create_task(self._watched(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
-    async def transact(self, transaction: Transaction) -> list[Receipt] | None:
-        """Publishes, acks and cursors in one journal entry."""
-        return await self.publisher.transact(transaction)
-
-    # -- reading -------------------------------------------------------------------------------
-
-    async def event_at(self, topic: str, partition: int, offset: int) -> Event:
-        """One stored event."""
-        return await event_at(self.log, self.runtime, topic, partition, offset)
-
-    def read(
-        self, topic: str, partition: int, start: int, stop: int | None
-    ) -> AsyncIterator[EventBatch]:
-        """Stored batches in order."""
-        known_partition(self.state, topic, partition)
-        return stored_batches(self.log, self.runtime, topic, partition, start, stop)
-
-    async def subscribe(self, subscribe: Subscribe) -> QueueFeed | LogFeed:
-        """Join a group, making it on first sight."""
-        name = subscribe.group
-        check_name(subscribe.member)
-        await self.groups.ensure(name, subscribe.spec)
-        if subscribe.spec.mode == "log":
-            return self.groups.logs[name].join(subscribe.member, subscribe.handed)
-        return self.dispatcher.join(
-            name, subscribe.member, subscribe.max_inflight, subscribe.identity.tenant
-        )
-
-    async def ask(self, request: Request) -> Any:
-        """Administer."""
-        return await self.administration.answer(request)
-
-    async def save_routes(self) -> None:
-        """Write the route catalogue, atomically."""
-        async with self._saving:  # two writes at once would share a temporary file
-            data = self.routes.encode()
-            try:
-                await self.runtime.read(write_file, self.disk, ROUTES, [data])
-            except OSError as error:
-                raise refused(error, "the route catalogue") from error
-
-    async def flush(self) -> None:
-        """Everything settled so far is durable when it returns."""
-        for group in list(self.dispatcher.groups.values()):
-            if group.doomed:
-                self.dead_letter_store.bury(group)
-        await self.dead_letter_store.settled()
-        await self.commits.flush()
+    async def _watched(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except PenstockError as error:
+            if self.is_open:
+                self.maintenance.problem = str(error)
+                if not isinstance(error, Rejected):  # those are tried again
+                    log.error("something behind the bus failed: %s", error)

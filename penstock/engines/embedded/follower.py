@@ -1,4 +1,8 @@
-"""The follower: reads a folder that another process writes, seeing committed events only."""
+"""The follower: the engine of a folder that is open read-only (`?mode=ro`) while another process writes.
+
+It sees committed events only. It reads stored events, follows topics in log mode without a cursor that
+others see, and answers the requests that files alone can answer; everything else is refused.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +32,7 @@ from penstock.model.event import Event, Receipt
 from penstock.model.settings import Settings
 from penstock.model.topic import check_topic, is_system, tenant_of
 
-# How often to look for what the writer has committed.
-POLL_S = 0.02
+POLL_S = 0.02  # between two looks for new commits, while a subscription is open
 CAPABILITIES = frozenset({"audit", "durable", "routes", "schedules", "time-replay"})
 
 
@@ -79,7 +82,7 @@ class FollowerEngine:
         return self._recovery.fold.state
 
     async def close(self) -> None:
-        """Let go of the folder."""
+        """Close the files."""
         if self._poller is not None:
             self._poller.cancel()
             await asyncio.gather(self._poller, return_exceptions=True)
@@ -110,7 +113,7 @@ class FollowerEngine:
         return stored_batches(self.log, self.runtime, topic, partition, start, stop)
 
     async def subscribe(self, subscribe: Subscribe) -> QueueFeed | LogFeed:
-        """Follow topics in log mode, without a cursor that anybody else sees."""
+        """Follow topics in log mode, without a cursor that others see."""
         if subscribe.spec.mode != "log" or not subscribe.spec.ephemeral:
             raise _read_only()
         self._advance()
@@ -147,10 +150,10 @@ class FollowerEngine:
     async def _event(self, topic: str, partition: int, offset: int) -> Event:
         return await event_at(self.log, self.runtime, topic, partition, offset)
 
-    # -- asking --------------------------------------------------------------------------------
+    # -- requests ------------------------------------------------------------------------------
 
     async def ask(self, request: Request) -> Any:
-        """Answer what files alone can tell."""
+        """Answer the requests that files alone can answer."""
         self._advance()
         match request:
             case requests.ListTopics():
@@ -159,7 +162,7 @@ class FollowerEngine:
             case requests.DescribeTopic():
                 return topic_info(self.state, self.log, self.settings, request.topic)
             case requests.AdmitReplay():
-                return None  # who can read the files needs no leave
+                return None  # a process that can read the files needs no permission
             case requests.FindOffset():
                 known_partition(self.state, request.topic, request.partition)
                 return self.log.find_time(request.topic, request.partition, request.time_us)

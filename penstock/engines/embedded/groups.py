@@ -1,4 +1,9 @@
-"""Groups: which consumer groups read which topics, by pattern and by route, and from where."""
+"""Consumer groups: made, changed, reset and deleted; which topics they read, and from which offset.
+
+A group reads the topics that its patterns select and those that routes lead to it. For each partition
+it has a lane: a cursor in a log group, a lane of the delivery machine in a queue group. The machines of
+queue groups run in the dispatcher (`delivery.py`), log groups are held here.
+"""
 
 from __future__ import annotations
 
@@ -31,23 +36,24 @@ if TYPE_CHECKING:
     from penstock.core.routes import Route
     from penstock.engines.embedded.engine import EmbeddedEngine
 
-
 MAX_DIGITS = 18  # of an offset or a time: more do not fit their column
 
 
 class Groups:
-    """All groups of an engine: queue machines with the dispatcher, log groups here."""
+    """All groups of an engine."""
 
     def __init__(self, engine: EmbeddedEngine) -> None:
         self.logs: dict[str, LogGroup] = {}
+        """The log groups, by name."""
         self._engine = engine
-        self._tree: RouteTree[str] = RouteTree()
+        self._patterns: RouteTree[str] = RouteTree()
+        """The names of groups, by their patterns."""
         self._topics = TopicTree()
 
-    # -- life ----------------------------------------------------------------------------------
+    # -- made, changed, deleted ----------------------------------------------------------------
 
     def restore(self) -> list[Entry]:
-        """Take up the groups that recovery found; returns what ends with the process that died."""
+        """Start the groups that recovery found; returns entries that end those of the last process."""
         engine = self._engine
         gone: list[Entry] = []
         for topic in engine.state.topics:
@@ -59,13 +65,13 @@ class Groups:
                 continue
             self._start(name, group)
         for machine in engine.dispatcher.groups.values():
-            gone += machine.drain()  # what of their leases counts as an attempt
+            gone += machine.drain()  # leases of before the restart that count as attempts
         return gone
 
     def _start(self, name: str, group: GroupState) -> QueueGroup | LogGroup:
         engine = self._engine
         for pattern in group.spec.patterns:
-            self._tree.add(pattern, name)
+            self._patterns.add(pattern, name)
         self._forget_readers(name)
         if group.spec.mode == "log":
             started = self.logs[name] = LogGroup(
@@ -79,11 +85,11 @@ class Groups:
             log = engine.log.partition(topic, partition)
             handed = engine.handovers.handed(name, topic, partition)
             machine.restore(topic, partition, ledger, log.end, now, hold_s, handed, log.urgent_to)
-        group.ledgers = {}  # the machine knows better from now on
+        group.ledgers = {}  # from now on the machine has what they said
         return machine
 
     async def ensure(self, name: str, spec: GroupSpec) -> None:
-        """Make a group on first sight; an existing one keeps its place and takes the new rules."""
+        """Make a group that does not exist; one that does keeps its place and takes the new rules."""
         engine = self._engine
         for pattern in spec.patterns:
             check_pattern(pattern)
@@ -93,14 +99,14 @@ class Groups:
             try:
                 await engine.publisher.submit([], when_taken=lambda _: self._create(name, spec))
             except asyncio.CancelledError:
-                if spec.ephemeral:  # nobody else knows its name, so nobody else would delete it
+                if spec.ephemeral:  # only the cancelled caller knows its name and would delete it
                     engine.spawn(self._forget(name))
                 raise
             return
         old = present.spec
         if (old.mode, old.order) != (spec.mode, spec.order):
             if not old.patterns:
-                await self._make_again(name, spec)
+                await self._remake(name, spec)
                 return
             raise InvalidInput(
                 f"group {name!r} is a {old.mode} group with order {old.order!r}, not {spec.mode} "
@@ -110,8 +116,8 @@ class Groups:
         if old != msgspec.structs.replace(spec, start=old.start):
             await engine.publisher.submit([], when_taken=lambda _: self._change(name, spec))
 
-    async def _make_again(self, name: str, spec: GroupSpec) -> None:
-        """A route made a group; its first consumer says how it is to be served, from where it is."""
+    async def _remake(self, name: str, spec: GroupSpec) -> None:
+        """Give a group that a route made the rules of its first consumer; it keeps its places."""
         machine = self._engine.dispatcher.groups[name]
         places = {place: lane.cursor for place, lane in machine.lanes.items()}
         await self._engine.publisher.submit(
@@ -123,7 +129,7 @@ class Groups:
     ) -> list[Entry]:
         engine = self._engine
         if name in engine.state.groups:
-            return []  # somebody else was faster
+            return []  # another caller made it first
         group = GroupState(spec)
         group.fence = FIRST_FENCE
         engine.state.groups[name] = group
@@ -146,10 +152,10 @@ class Groups:
         engine = self._engine
         group = engine.state.groups[name]
         for pattern in group.spec.patterns:
-            self._tree.remove(pattern, name)
+            self._patterns.remove(pattern, name)
         self._forget_readers(name)
         for pattern in spec.patterns:
-            self._tree.add(pattern, name)
+            self._patterns.add(pattern, name)
         group.spec = spec
         self._forget_readers(name)
         machine = engine.dispatcher.groups.get(name)
@@ -175,10 +181,10 @@ class Groups:
         if group is None:
             return []
         for pattern in group.spec.patterns:
-            self._tree.remove(pattern, name)
+            self._patterns.remove(pattern, name)
         self._forget_readers(name)
         gone = UnknownGroup(
-            f"group {name!r} was deleted; subscribe again to make it anew", group=name
+            f"group {name!r} was deleted; subscribe again to make a new one", group=name
         )
         engine.dispatcher.remove(name, gone)
         engine.unread.forget(name)
@@ -188,14 +194,14 @@ class Groups:
         return [GroupGone(name)]
 
     def known(self, name: str) -> GroupState:
-        """A group that exists."""
+        """The state of a group; raises UnknownGroup when it does not exist."""
         group = self._engine.state.groups.get(name)
         if group is None:
             raise UnknownGroup(f"no group {name!r}; `penstock group list` shows them", group=name)
         return group
 
     def topics_of(self, name: str) -> set[str]:
-        """Topics that a group has a place in, but for those that a route leads to it."""
+        """Topics that a group has lanes in, without those that a route leads to it."""
         return {topic for topic in self._topics_read(name) if not self._routed(name, topic)}
 
     def _topics_read(self, name: str) -> set[str]:
@@ -227,7 +233,7 @@ class Groups:
         return [group for group in found if group is not None]
 
     def waiting(self, direct: Iterable[QueueGroup], topic: str, tenant: str) -> Waiting:
-        """How much waits for direct consumers when a tenant publishes to a topic they read."""
+        """How many events wait for direct consumers when a tenant publishes to a topic they read."""
         found = Waiting(0, 0)
         places = list(self._engine.topics.places(topic))
         for group in direct:
@@ -266,14 +272,14 @@ class Groups:
             yield from (topic for topic in self._topics.select(pattern) if topic in topics)
 
     def _forget_readers(self, name: str) -> None:
-        """Look again who reads the topics that a group may read, or may have read."""
+        """Have the dispatcher find out again which groups read the topics of this one."""
         if self._engine.dispatcher.readers:
             for topic in self._read_by(name):
                 self._engine.dispatcher.forget_readers(topic)
 
     def names_for(self, topic: str) -> list[str]:
         """Names of the groups that read a topic, by a pattern or by a route."""
-        names = self._tree.match(topic)
+        names = self._patterns.match(topic)
         if not is_system(topic):
             for route in self._engine.routes.resolve(topic, tenant_of(topic)):
                 if route.group not in names and route.group in self._engine.state.groups:
@@ -281,7 +287,7 @@ class Groups:
         return names
 
     def topic_made(self, topic: str, first: int, count: int) -> list[Entry]:
-        """Partitions `first` to `count` of a topic are new: groups that match read them from the start."""
+        """Partitions from `first` to `count` of a topic are new: its groups read them from the start."""
         self._topics.add(topic)
         self._engine.dispatcher.forget_readers(topic)
         entries: list[Entry] = []
@@ -293,7 +299,7 @@ class Groups:
         return entries
 
     def topic_gone(self, topic: str) -> None:
-        """Nobody reads a deleted topic."""
+        """Stop reading a deleted topic."""
         self._topics.remove(topic)
         self._engine.dispatcher.forget_readers(topic)
         places = list(self._engine.topics.places(topic))
@@ -332,7 +338,7 @@ class Groups:
             self._engine.dispatcher.touched(self._engine.dispatcher.groups[name])
 
     def offset_for(self, topic: str, partition: int, start: str) -> int:
-        """Where "earliest", "latest", "offset:N" or "time:US" lies in a partition."""
+        """The offset of "earliest", "latest", "offset:N" or "time:US" in a partition."""
         log = self._engine.log
         first, _ = log.bounds(topic, partition)
         end = log.partition(topic, partition).next
@@ -359,9 +365,9 @@ class Groups:
         )
 
     def routes_changed(self, pattern: str, route: Route | None) -> list[Entry]:
-        """Routes bind topics to groups: open the lanes that are new, from now on.
+        """A route was put or removed: open the lanes that are new, from the end of each partition.
 
-        The group of a route that was put is made when it is not there: its events wait for it.
+        The group of a route that was put is made when it does not exist, so that events wait in it.
         """
         entries: list[Entry] = []
         changed: set[str] = set()
@@ -380,7 +386,7 @@ class Groups:
     # -- reset ---------------------------------------------------------------------------------
 
     def offsets(self, name: str, to: str, topic: str | None) -> dict[Place, int]:
-        """Where a reset would move a group, in each partition it reads, or in those of a topic."""
+        """The offsets a reset would move a group to, in all its partitions or in those of a topic."""
         group = self.known(name)
         machine = self._engine.dispatcher.groups.get(name)
         places = list(group.cursors if name in self.logs else machine.lanes if machine else ())
@@ -390,7 +396,7 @@ class Groups:
         return {place: self.offset_for(*place, to) for place in chosen}
 
     async def reset(self, name: str, to: str, topic: str | None, extra: list[Entry]) -> None:
-        """Move a group elsewhere in what it reads."""
+        """Move a group to other offsets; `extra` entries are written with the change."""
         offsets = self.offsets(name, to, topic)
         log = self.logs.get(name)
         machine = self._engine.dispatcher.groups.get(name)

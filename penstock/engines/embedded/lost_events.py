@@ -1,7 +1,6 @@
-"""Unread: events that retention deleted before a group had read them, counted and logged.
+"""Lost events: counts and logs events that retention deleted before a group had read them.
 
-What is counted is gone for the group: its lag is what it can still read, and nothing else says that
-events were lost on the way.
+The lag of a group holds only events that it can still read, so nothing else tells of these.
 """
 
 from __future__ import annotations
@@ -22,59 +21,58 @@ log = logging.getLogger("penstock.engines")
 
 LOG_EVERY_S = 60.0
 """Between two lines about the same group: retention works every few seconds."""
-
-
 SHOWN_TOPICS = 5
+"""Topics named in one line; a group may read thousands."""
 
 
 class LostEvents:
-    """Counts what retention takes from groups, by group and topic, since the bus was opened."""
+    """Events that groups lost to retention since the bus was opened, by group and partition."""
 
     def __init__(self, engine: EmbeddedEngine) -> None:
         self.lost: dict[str, dict[Place, int]] = {}
         """Events deleted before a group had read them, by group and partition."""
         self._engine = engine
-        self._said: dict[str, tuple[float, int]] = {}
-        """When each group was last in the log, and how much it had lost by then."""
+        self._logged: dict[str, tuple[float, int]] = {}
+        """When each group was last in the log, and how many events it had lost by then."""
 
     def retained(self, before: Mapping[Place, int]) -> None:
-        """Retention has deleted events: each partition began at the offset in `before`."""
+        """Retention has deleted events: before that each partition began at the offset in `before`."""
         engine = self._engine
         for place, first in before.items():
             now_first = engine.log.bounds(*place)[0]
             if place[0] not in engine.state.topics:
                 continue
             for reader in engine.dispatcher.readers_of(place[0]):
-                lost = _taken(engine, reader.name, place, first, now_first)
+                lost = _lost(engine, reader.name, place, first, now_first)
                 if lost:
                     known = self.lost.setdefault(reader.name, {})
                     known[place] = known.get(place, 0) + lost
         for name, losses in self.lost.items():
-            self._tell(name, losses)
+            self._warn(name, losses)
 
     def forget(self, name: str) -> None:
-        """A group is gone; the next of its name begins at zero."""
+        """A group was deleted; the next of its name begins at zero."""
         self.lost.pop(name, None)
-        self._said.pop(name, None)
+        self._logged.pop(name, None)
 
-    def _tell(self, name: str, losses: Mapping[Place, int]) -> None:
+    def _warn(self, name: str, losses: Mapping[Place, int]) -> None:
         now, total = self._engine.runtime.now(), sum(losses.values())
-        said_at, said = self._said.get(name, (now - LOG_EVERY_S, 0))
-        if total == said or now - said_at < LOG_EVERY_S:
+        logged_at, logged = self._logged.get(name, (now - LOG_EVERY_S, 0))
+        if total == logged or now - logged_at < LOG_EVERY_S:
             return
-        self._said[name] = (now, total)
+        self._logged[name] = (now, total)
         topics = sorted({topic for topic, _ in losses})
         log.warning(
             "retention deleted events that a group had not read",
             extra={
-                "group": name, "events": total - said, "topics": ", ".join(topics[:SHOWN_TOPICS]),
+                "group": name, "events": total - logged, "topics": ", ".join(topics[:SHOWN_TOPICS]),
                 "action": "add consumers, or keep events longer (retention.age_s, retention.max_bytes)",
             },
         )  # fmt: skip
 
 
-def _taken(engine: EmbeddedEngine, name: str, place: Place, first: int, now_first: int) -> int:
-    """How many events between two beginnings of a partition a group had still to read."""
+def _lost(engine: EmbeddedEngine, name: str, place: Place, first: int, now_first: int) -> int:
+    """How many events between an earlier and the present start of a partition a group had not read."""
     machine = engine.dispatcher.groups.get(name)
     if machine is None:
         cursor = engine.state.groups[name].cursors.get(place, now_first)
@@ -95,7 +93,7 @@ def _before(run: Run, offset: int) -> int:
 
 
 def unreadable(log: EventLog, machine: QueueGroup) -> dict[Place, int]:
-    """Events that a machine has still to hand out and retention has deleted, by partition."""
+    """Events that a group has still to deliver and retention has deleted, by partition."""
     found: dict[Place, int] = {}
     starts: dict[Place, int] = {}
 

@@ -1,14 +1,13 @@
-"""Housekeeping: seals closed journal files, merges segments, applies retention, reclaims space.
+"""Maintenance of the folder: seals journal files, merges segments, applies retention, frees space.
 
-Everything here is behind the bus's back: nobody waits for it, and a failure is kept for the doctor
-and tried again. What it replaces stays on disk for a grace time, for readers that planned with it, as
-long as there is room: over `retention.max_bytes`, or when the disk is short, it goes at once, and such
-readers look again where the events are.
+`Maintenance` works in the background, one round after another. No caller waits for it; a failure is
+kept for `penstock doctor` and tried again. A file that was replaced or expired stays on disk for a
+grace time, for readers that have planned with it. Over `retention.max_bytes`, or when the disk is
+nearly full, it is removed at once, and such readers look again where the events are.
 
-The brake: slows publishing down, gently, when sealing cannot keep up.
-
-Below half of `backlog_max_bytes` nothing happens: bursts run at full speed. From there on publishes
-are paced towards the rate at which the sealer really works, and at the limit they run at that rate.
+`SealingBacklog` slows publishers down, gently, when sealing cannot keep up. Below half of
+`backlog_max_bytes` nothing happens: bursts run at full speed. From there on publishes are paced
+towards the measured rate of the sealer, and at the limit they run at that rate.
 """
 
 from __future__ import annotations
@@ -49,61 +48,69 @@ from penstock.model.settings import Retention, Settings
 if TYPE_CHECKING:
     from penstock.engines.embedded.engine import EmbeddedEngine
 
-# -- housekeeping ---------------------------------------------------------------------------------
-
-
 log = logging.getLogger("penstock.engines")
 
-# Most journal bytes in one sealing job, a whole file at the least: what the sealer maps into memory.
+# At most so many journal bytes in one sealing job, but a whole file at least: the sealer maps them
+# into memory.
 JOB_BYTES = 256 << 20
-# With a bound on the folder, a job takes this share of it at most, and a journal file at least:
-# while it is under way both the journal and what becomes of it lie there.
+# With a bound on the folder, a job takes at most 1 / JOB_SHARE of it, but a journal file at least:
+# while the job runs, both the journal and the new segments lie in the folder.
 JOB_SHARE = 4
-# How often to look when nothing calls.
+# Between two rounds when nothing wakes it.
 ROUND_S = 5.0
-# And while something waits to be thrown out, or a job is under way: space may run short meanwhile.
+# The same while discarded files wait to be removed or a job runs: space may become short meanwhile.
 RECLAIM_S = 0.5
-# Short of disk is what has no room for so many journal files: the next one and the one behind it.
+# A disk without room for this many journal files is nearly full: the next one and the one behind it.
 SHORT_FILES = 2
 # After a failure, most often a full disk, wait this long: each attempt reads and packs a whole file.
 RETRY_S = 1.0
+# Share of the backlog limit that a burst may use before publishers are slowed down.
+FREE_SHARE = 0.5
+# Assumed until a job was measured, and the least assumed later: a slower sealer is stuck, not slow.
+SLOWEST_BYTES_PER_S = 8 << 20
+# Shorter waits are added up before a publisher waits: a timer is not finer than this.
+LEAST_WAIT_S = 0.005
 
 
-class Rubbish(NamedTuple):
-    """A file that nobody needs any more, but for readers that found it before."""
+class Discarded(NamedTuple):
+    """A file that only readers may still need that have planned with it."""
 
     due_s: float
     path: str
     size_bytes: int
     before: Callable[[], None]
+    """Called before the file is removed."""
 
 
 class Maintenance:
-    """Keeps the folder in order."""
+    """Seals, merges, applies retention and removes files, in the background."""
 
     def __init__(self, engine: EmbeddedEngine) -> None:
         self.problem: str | None = None
-        """The last failure, until a round succeeds."""
+        """The last failure; None after a round that succeeds."""
         self.full_topics: dict[str, int] = {}
         """Write-once topics over their own size limit, in bytes: publishes to them are refused."""
         self.shortage_bytes = 0
-        """Bytes over the folder's limit that write-once keeps: write-once topics take no publishes."""
+        """Bytes over the folder's limit that write-once keeps: publishes to such topics are refused."""
         self.bytes_in = 0
+        """Bytes that sealing and merging have read."""
         self.bytes_out = 0
+        """Bytes that sealing and merging have written."""
         self._engine = engine
         self._settings = engine.settings.sealing
         self._sealer: Sealer | None = None
         self._wake = asyncio.Event()
         self._turn = asyncio.Lock()  # `settle` may be called while `run` is at work
-        self._rubbish: deque[Rubbish] = deque()
-        self._rubbish_bytes = 0
+        self._discarded: deque[Discarded] = deque()
+        self._discarded_bytes = 0
         self._working_bytes = 0
-        """What the job under way is about to write, at most."""
+        """At most so much is being written by the job that runs."""
         self._side = engine.recovered.side
+        """Side files by token, with the journal position up to which they are needed."""
         self._clock = RetentionClock(engine.log.manifest.at_us)
         self._looked_at = engine.runtime.now()
-        self._letters_of = {letter.tenant for letter in engine.state.dead.values()}
-        """Tenants some of whose dead letters may have left the log: at the start any of them."""
+        self._letters_expired = {letter.tenant for letter in engine.state.dead.values()}
+        """Tenants whose dead letters retention may have deleted; at the start all of them."""
 
     def _make_sealer(self) -> Sealer:
         disk, runtime = self._engine.disk, self._engine.runtime
@@ -139,9 +146,9 @@ class Maintenance:
                     continue
 
     def _pause_s(self) -> float:
-        if not self._rubbish:
+        if not self._discarded:
             return ROUND_S
-        return min(RECLAIM_S, max(0.0, self._rubbish[0].due_s - self._engine.runtime.now()))
+        return min(RECLAIM_S, max(0.0, self._discarded[0].due_s - self._engine.runtime.now()))
 
     async def round(self) -> bool:
         """One piece of work; True when there may be more."""
@@ -149,8 +156,8 @@ class Maintenance:
             return await self._round()
 
     async def _round(self) -> bool:
-        # First what needs no room and gives some back: on a full disk the rest fails.
-        await self._throw_out()
+        # First the steps that need no room and free some: on a full disk the others fail.
+        await self._remove_discarded()
         await self._retain()
         if self._engine.audit.mark() is not None:
             await self._engine.runtime.read(self._apply, [], [], None)
@@ -258,14 +265,14 @@ class Maintenance:
     ) -> SealingResult:
         """Wait for a job, and keep the folder within its bound meanwhile.
 
-        Not while segments are merged: retention would take what is being read.
+        Retention stops while segments are merged: it would delete the ones that are being read.
         """
         job = asyncio.ensure_future(work)
         try:
             while reclaim and not job.done():
                 await self._woken_or(job)
                 if not job.done():
-                    await self._throw_out()
+                    await self._remove_discarded()
                     await self._retain()
             return await job
         finally:
@@ -273,7 +280,7 @@ class Maintenance:
             await asyncio.wait({job})  # it has a process to stop
 
     async def _woken_or(self, job: asyncio.Future[SealingResult]) -> None:
-        """Until a journal file was closed, the job is done, or it is time to look."""
+        """Wait until a journal file was closed, the job is done, or RECLAIM_S have passed."""
         woken = asyncio.ensure_future(self._wake.wait())
         either: set[asyncio.Future[Any]] = {job, woken}
         try:
@@ -292,18 +299,18 @@ class Maintenance:
         )
 
     def note_audit(self) -> None:
-        """Note how far the audit chain reaches, before the folder is given back."""
+        """Write to the manifest how far the audit chain reaches, before the folder is unlocked."""
         if self._engine.audit.mark() is None:
             return
         try:
             self._apply([], [], None)
-        except (OSError, PenstockError) as error:  # the next life notes it
+        except (OSError, PenstockError) as error:  # it is written after the next start
             log.warning("how far the audit chain reaches could not be noted: %s", error)
 
     # -- retention -----------------------------------------------------------------------------
 
     def retention_of(self, topic: str) -> Retention:
-        """The retention of one topic: its own where it has one."""
+        """The retention of one topic: its own settings, else the general ones."""
         general = self._engine.settings.retention
         spec = self._engine.state.topics.get(topic)
         if spec is None:
@@ -325,7 +332,7 @@ class Maintenance:
             other_bytes=self._unsealed_bytes() + self._working_bytes,
         )
         self.full_topics = verdict.full_topics
-        if not self._working_bytes:  # what a job writes takes the place of journal, soon
+        if not self._working_bytes:  # new segments of a job soon take the place of journal files
             self.shortage_bytes = verdict.shortage_bytes
         if verdict.segments:
             ids = [info.id for info in verdict.segments]
@@ -335,33 +342,33 @@ class Maintenance:
             engine.stored.rewritten([], verdict.segments, None)
             for info in verdict.segments:
                 self._discard_segment(info)
-            await self._throw_out()
-            self._letters_of |= {
+            await self._remove_discarded()
+            self._letters_expired |= {
                 topic.removeprefix(DEAD_LETTERS)
                 for topic, _ in verdict.starts
                 if topic.startswith(DEAD_LETTERS)
             }
-        if self._letters_of:
-            with suppress(Rejected):  # of a full disk: the next round comes back to them
-                await engine.dead_letter_store.forget_expired(self._letters_of)
-                self._letters_of.clear()
+        if self._letters_expired:
+            with suppress(Rejected):  # the disk is full: the next round tries again
+                await engine.dead_letter_store.forget_expired(self._letters_expired)
+                self._letters_expired.clear()
 
     def _waiting_segments(self) -> set[int]:
-        """Segments with delayed events that have not come: retention must leave them."""
+        """Segments with delayed events that are not due yet: retention must keep them."""
         sealed = self._engine.log.manifest.ranges(SCHEDULED, 0)
         lowest = self._engine.state.schedule.delayed.lowest() if sealed else None
         if lowest is None:
             return set()
         return {info.id for info, each in sealed if each.last_offset >= lowest}
 
-    # -- throwing out --------------------------------------------------------------------------
+    # -- removing files ------------------------------------------------------------------------
 
     def _discard(
         self, path: str, size_bytes: int, before: Callable[[], None] = lambda: None
     ) -> None:
         due = self._engine.runtime.now() + self._settings.grace_s
-        self._rubbish.append(Rubbish(due, path, size_bytes, before))
-        self._rubbish_bytes += size_bytes
+        self._discarded.append(Discarded(due, path, size_bytes, before))
+        self._discarded_bytes += size_bytes
 
     def _discard_segment(self, info: SegmentInfo) -> None:
         forget = partial(self._engine.log.forget_segment, info.id)
@@ -377,31 +384,31 @@ class Maintenance:
             return JOB_BYTES
         return max(self._engine.settings.journal.file_bytes, min(JOB_BYTES, most // JOB_SHARE))
 
-    def _pressed(self) -> bool:
+    def _short_of_space(self) -> bool:
         """Whether the folder is over its bound, or the disk is about to be full."""
         engine, most = self._engine, self._engine.settings.retention.max_bytes
-        used = engine.log.manifest.total_bytes + self._unsealed_bytes() + self._rubbish_bytes
+        used = engine.log.manifest.total_bytes + self._unsealed_bytes() + self._discarded_bytes
         if most is not None and used + self._working_bytes > most:
             return True
         return engine.disk.free_bytes() < SHORT_FILES * engine.settings.journal.file_bytes
 
-    async def _throw_out(self) -> None:
-        """Remove what has had its grace time; all of it when space is short.
+    async def _remove_discarded(self) -> None:
+        """Remove files whose grace time is over, or all discarded files when space is short.
 
         A reader whose file is gone finds out where the events are now, and reads them there.
         """
-        if not self._rubbish:
+        if not self._discarded:
             return
         now = self._engine.runtime.now()
-        at_once = self._pressed()
-        due: list[Rubbish] = []
-        while self._rubbish and (at_once or self._rubbish[0].due_s <= now):
-            due.append(self._rubbish.popleft())
-            self._rubbish_bytes -= due[-1].size_bytes
+        at_once = self._short_of_space()
+        due: list[Discarded] = []
+        while self._discarded and (at_once or self._discarded[0].due_s <= now):
+            due.append(self._discarded.popleft())
+            self._discarded_bytes -= due[-1].size_bytes
         if due:
             await self._engine.runtime.read(self._remove, due)
 
-    def _remove(self, due: list[Rubbish]) -> None:
+    def _remove(self, due: list[Discarded]) -> None:
         disk = self._engine.disk
         paths = [each.path for each in due]
         for each in due:
@@ -413,7 +420,7 @@ class Maintenance:
             disk.sync_dir(folder)
 
     def sweep_orphans(self) -> None:
-        """Remove what a crash left behind: nothing of it was ever acknowledged or is still needed."""
+        """Remove files that a crash left: none holds acknowledged events that are not elsewhere."""
         engine = self._engine
         engine.log.manifest.remove_orphans()
         kept = {token.hex() for token in self._side}
@@ -427,19 +434,9 @@ class Maintenance:
                 engine.disk.remove(file_name(base))
 
     async def close(self) -> None:
-        """Stop the sealing process and throw out what is due anyway."""
+        """Stop the sealing process."""
         if self._sealer is not None:
             await self._sealer.close()
-
-
-# -- brake ----------------------------------------------------------------------------------------
-
-
-FREE_SHARE = 0.5  # of the backlog limit: what a burst may use
-# Until a job was measured, and as a floor: a sealer slower than this is stuck, not slow.
-SLOWEST_BYTES_PER_S = 8 << 20
-# Shorter waits are saved up: a timer is not finer than this.
-LEAST_WAIT_S = 0.005
 
 
 def _limit_of(settings: Settings) -> int | None:
@@ -453,7 +450,7 @@ def _limit_of(settings: Settings) -> int | None:
 
 
 class SealingBacklog:
-    """How far sealing is behind, and what that costs a publisher."""
+    """How far sealing is behind, and how long publishers wait for it."""
 
     def __init__(self, runtime: Runtime, settings: Settings) -> None:
         self.backlog_bytes = 0
@@ -461,11 +458,11 @@ class SealingBacklog:
         self._runtime = runtime
         self._limit = _limit_of(settings)
         self.free_bytes = math.inf if self._limit is None else FREE_SHARE * self._limit
-        """What a burst may use before publishers are slowed down."""
+        """The backlog at which publishers begin to be slowed down."""
         self._bytes_per_s = float(SLOWEST_BYTES_PER_S)
         self._paced_to = 0.0
         self.waiting = FairGate()
-        """Publishers that are slowed down, in their order."""
+        """Publishers that are slowed down go on in the order they arrived."""
 
     def sealed(self, size: int, seconds: float) -> None:
         """A job is done: the backlog shrinks, and the sealer's speed is known better."""
@@ -480,7 +477,7 @@ class SealingBacklog:
         return max(0.0, (self.backlog_bytes / self._limit - FREE_SHARE) / (1 - FREE_SHARE))
 
     async def wait(self, size: int) -> None:
-        """Wait as long as publishing `size` bytes costs; for publishers that found sealing behind."""
+        """Wait as long as publishing `size` bytes costs; called by publishers while sealing is behind."""
         async with self.waiting:
             now = self._runtime.now()
             self._paced_to = max(self._paced_to, now) + self.pressure() * size / self._bytes_per_s

@@ -1,18 +1,20 @@
-"""Bundle: several publishes that arrived together, stored as one, each with an answer of its own.
+"""Publishing into an embedded engine: drafts come in, receipts go out once the events are durable.
 
-A broker gets what a client published within one turn of its loop as one frame. What is one tenant's
-goes into the journal in one entry, together with the note that lets the broker recognise the same
-frame when it is sent again; a draft that is refused takes no other one with it.
+`Publisher` raises every objection before anything is stored: the topic is made on first use, sizes
+are checked, huge payloads are written to side files, admission decides, each event gets a partition.
+Then drafts and entries are submitted to the commit loop as one. A transaction goes the same way, with
+its acks and cursors in the same journal entry.
 
-The keyring: the idempotency keys of transactions, so that each happens at most once.
+`TopicMaker` makes topics and drops deleted ones; the offsets of a deleted topic are never reused.
 
-A transaction with a key publishes one more event, a marker, to a system topic of its tenant. The
-marker's token is the key, so the table that notices repeated publishes notices repeated
-transactions too, and remembers them in the same journal entry that makes the transaction happen.
+`TransactionKeys` lets each transaction with an idempotency key happen at most once. Such a transaction
+publishes one more event, a marker, to a system topic of its tenant. The marker's token is the key, so
+the table that notices repeated publishes notices repeated transactions too, and remembers them in the
+same journal entry that makes the transaction happen.
 
-Intake: from a draft to a submission, with every objection raised before anything is stored.
-
-Topics of an embedded engine: made on first use, forgotten when deleted, offsets never reused.
+`Bundle` stores the drafts that a broker received in one frame: those of one tenant in one journal
+entry, together with the note that lets the broker recognise the same frame when it is sent again. Each
+draft has its own answer; a refused draft affects no other draft.
 """
 
 from __future__ import annotations
@@ -59,259 +61,6 @@ from penstock.model.topic import is_inbox, is_system, tenant_of
 if TYPE_CHECKING:
     from penstock.engines.embedded.engine import EmbeddedEngine
 
-# -- bundle ---------------------------------------------------------------------------------------
-
-
-Answer = Receipt | PenstockError
-
-
-class DraftPart(NamedTuple):
-    """The events of one draft that go to one partition."""
-
-    draft: int
-    events: Draft
-    partition: int
-    due_us: int | None = None
-
-
-class StoredRange(NamedTuple):
-    """What a piece became: where its events lie."""
-
-    draft: int
-    receipt: Receipt
-    due_us: int | None
-
-
-class Bundle:
-    """Stores drafts together."""
-
-    def __init__(self, engine: EmbeddedEngine) -> None:
-        self._engine = engine
-
-    async def publish(
-        self,
-        drafts: Sequence[Draft],
-        note: Callable[[list[int]], Entry],
-        ready: Callable[[], None] = lambda: None,
-        patience_s: float = 0.0,
-    ) -> list[Answer]:
-        """Store what can be stored; `note` makes the entry that says where it went, for each tenant.
-
-        `ready` is called when it is on its way to the journal, before whatever is stored from then on.
-        With patience it waits so long for a commit of somebody else.
-        """
-        answers: dict[int, Answer] = {}
-        admitted: list[tuple[Draft, int]] = []
-        tenants: dict[str, list[DraftPart]] = {}
-        try:
-            for number, draft in enumerate(drafts):
-                try:
-                    pieces = await self._prepare(number, draft, admitted)
-                except PenstockError as error:
-                    answers[number] = error
-                else:
-                    tenants.setdefault(draft.tenant, []).extend(pieces)
-            if tenants:
-                answers |= await self._store_each(
-                    [*tenants.values()], drafts, note, ready, patience_s
-                )
-        finally:
-            for draft, kept in admitted:
-                self._engine.admission.ingress_done(draft.tenant, draft.count, kept)
-        return [answers[number] for number in range(len(drafts))]
-
-    async def _store_each(
-        self,
-        tenants: list[list[DraftPart]],
-        drafts: Sequence[Draft],
-        note: Callable[[list[int]], Entry],
-        ready: Callable[[], None],
-        patience_s: float,
-    ) -> dict[int, Answer]:
-        """Each tenant has a queue of its own: in another's its events would be overtaken."""
-
-        async def stored(pieces: list[DraftPart]) -> dict[int, Answer]:
-            if pieces is tenants[-1]:  # they begin one after another: all others are on their way
-                ready()
-            try:
-                return dict(await self._store(pieces, drafts, note, patience_s))
-            except PenstockError as error:
-                return {piece.draft: error for piece in pieces}
-
-        if len(tenants) == 1:
-            return await stored(tenants[0])
-        answers = await asyncio.gather(*map(stored, tenants))
-        return {number: answer for each in answers for number, answer in each.items()}
-
-    async def _prepare(
-        self, number: int, draft: Draft, admitted: list[tuple[Draft, int]]
-    ) -> list[DraftPart]:
-        engine, publisher = self._engine, self._engine.publisher
-        if not engine.topics.ready(draft.topic):
-            await engine.topics.ensure(draft.topic)
-        payload, kept, _ = await publisher.prepare(draft)
-        publisher.admit(draft, payload, kept)
-        admitted.append((draft, kept))
-        if draft.deliver_at_us is not None:
-            await engine.topics.ensure(SCHEDULED)
-            stored, due_us = engine.scheduler.hold_back(draft)
-            return [DraftPart(number, stored, 0, due_us)]
-        return [DraftPart(number, part, at) for part, at in publisher.split(draft)]
-
-    async def _store(
-        self,
-        pieces: list[DraftPart],
-        drafts: Sequence[Draft],
-        note: Callable[[list[int]], Entry],
-        patience_s: float,
-    ) -> dict[int, Receipt]:
-        stacks = _stacked(pieces)
-        stretches: list[StoredRange] = []
-
-        def when_taken(receipts: list[Receipt]) -> list[Entry]:
-            for stack, receipt in zip(stacks, receipts, strict=True):
-                stretches.extend(_stretches(stack, receipt))
-            entries: list[Entry] = []
-            places: list[int] = []
-            for draft, receipt, due_us in stretches:
-                if due_us is not None:
-                    entries += self._engine.scheduler.entries([receipt], due_us)
-                for part in receipt.parts or (receipt,):
-                    places += (draft, part.partition, part.offset, part.count)
-            return [*entries, note(places)]
-
-        await self._engine.publisher.submit_parts(
-            [(joined([piece.events for piece in stack]) if len(stack) > 1 else stack[0].events,
-              stack[0].partition) for stack in stacks],
-            when_taken,
-            patience_s,
-        )  # fmt: skip
-        if any(piece.due_us is not None for piece in pieces):
-            self._engine.scheduler.wake()
-        return _receipts(drafts, stretches)
-
-
-def _stacked(pieces: list[DraftPart]) -> list[list[DraftPart]]:
-    """Small pieces of the same partition share a batch, unless another one came in between."""
-    stacks: list[list[DraftPart]] = []
-    last: dict[tuple[str, int], tuple[tuple[str, str] | None, list[DraftPart]]] = {}
-    for piece in pieces:
-        events = piece.events
-        place = (events.topic, piece.partition)
-        kind = (events.tenant, events.codec) if piece.due_us is None and merges(events) else None
-        if kind is not None and place in last and last[place][0] == kind:
-            last[place][1].append(piece)
-            continue
-        stacks.append([piece])
-        last[place] = (kind, stacks[-1])
-    return stacks
-
-
-def _stretches(stack: list[DraftPart], receipt: Receipt) -> list[StoredRange]:
-    if len(stack) == 1:
-        piece = stack[0]
-        if piece.due_us is not None:
-            token = Scheduler.first_token(piece.events, receipt.token)
-            receipt = msgspec.structs.replace(receipt, token=token)
-        return [StoredRange(piece.draft, receipt, piece.due_us)]
-    found, index = [], 0
-    for piece in stack:
-        count = piece.events.count
-        token = token_at(receipt.token, index)
-        own = Receipt(receipt.topic, receipt.partition, receipt.offset + index, count, token)
-        found.append(StoredRange(piece.draft, own, None))
-        index += count
-    return found
-
-
-def _receipts(drafts: Sequence[Draft], stretches: Sequence[StoredRange]) -> dict[int, Receipt]:
-    found: dict[int, list[Receipt]] = {}
-    for draft, receipt, due_us in stretches:
-        if due_us is not None:
-            topic, count = drafts[draft].topic, drafts[draft].count
-            receipt = Receipt(topic, 0, -1, count, receipt.token, receipt.duplicate, scheduled=True)
-        found.setdefault(draft, []).append(receipt)
-    return {draft: combined(drafts[draft], receipts) for draft, receipts in found.items()}
-
-
-def combined(draft: Draft, receipts: Sequence[Receipt]) -> Receipt:
-    """One receipt for a draft whose events went to several partitions."""
-    first = receipts[0]
-    if len(receipts) == 1:
-        return first
-    return Receipt(
-        draft.topic, first.partition, first.offset, draft.count, first.token,
-        all(receipt.duplicate for receipt in receipts), parts=tuple(receipts),
-    )  # fmt: skip
-
-
-def pieces_of(receipt: Receipt) -> Iterator[Receipt]:
-    """The receipts of stretches that lie one behind another, all the way down."""
-    if not receipt.parts:
-        yield receipt
-    for part in receipt.parts:
-        yield from pieces_of(part)
-
-
-# -- keyring --------------------------------------------------------------------------------------
-
-
-class KeySeen(PenstockError):
-    """A transaction has happened already; never leaves the engine, whose answer is None then."""
-
-    code = "key-known"
-
-
-def marker_topic(tenant: str) -> str:
-    """Where the markers of a tenant's transactions lie.
-
-    One for each tenant: a key says nothing about another tenant's, and many keys of one tenant
-    push out none of another's.
-
-    >>> marker_topic("acme")
-    '_transactions.acme'
-    """
-    return f"_transactions.{tenant}"
-
-
-class TransactionKeys:
-    """Which transactions with a key have happened."""
-
-    def __init__(self, engine: EmbeddedEngine) -> None:
-        self._engine = engine
-
-    @staticmethod
-    def marker(tenant: str, key: bytes) -> Draft:
-        """The event that makes a key known together with the transaction it is part of."""
-        marker = Draft(marker_topic(tenant), [b""], tenant=tenant, codec="raw")
-        marker.tokens, marker.partition = [key], 0
-        return marker
-
-    def check(self, tenant: str, key: bytes) -> None:
-        """Raise KeyKnown when a transaction of this key lies in the journal, or in the next commit."""
-        if self._find(tenant, key) is not None:
-            raise KeySeen("a transaction with this idempotency key has happened already")
-
-    async def knows(self, tenant: str, key: bytes) -> bool:
-        """Whether a transaction of this key has happened; durable, when it says so."""
-        offset = self._find(tenant, key)
-        if offset is None:
-            return False
-        if offset >= self._engine.log.partition(marker_topic(tenant), 0).end:
-            # The first one is being written: "it has happened" must not be said before it is true.
-            # Without room for what was settled since, the commit it is in is durable all the same.
-            with contextlib.suppress(DiskRefused):
-                await self._engine.commits.flush()
-        return True
-
-    def _find(self, tenant: str, key: bytes) -> int | None:
-        table = self._engine.fold.dedup.get(marker_topic(tenant))
-        return table.find(key) if table is not None else None  # of partition 0: just the offset
-
-
-# -- intake ---------------------------------------------------------------------------------------
-
-
 RETENTION_RETRY_S = 60.0
 """When to try again with a write-once topic at its limit: only age frees what it keeps."""
 
@@ -321,11 +70,12 @@ class Publisher:
 
     def __init__(self, engine: EmbeddedEngine) -> None:
         self.aside_bytes = 0
-        """Payloads written to side files."""
+        """Bytes of payloads that were written to side files."""
         self._engine = engine
-        self._rounds: dict[str, int] = {}
-        self._aside: dict[str, FairGate] = {}
-        """Who waits for a payload that is being put aside, by topic."""
+        self._last_partition: dict[str, int] = {}
+        """By topic: the partition that events without a key went to last; they take turns."""
+        self._side_file_gates: dict[str, FairGate] = {}
+        """By topic: publishes that wait in order while a payload is written to a side file."""
 
     async def publish(self, draft: Draft) -> Receipt:
         """Store events; durable when it returns."""
@@ -345,19 +95,19 @@ class Publisher:
         return combined(draft, receipts)
 
     async def _prepare_in_order(self, draft: Draft) -> tuple[int, int, int]:
-        """Prepare a draft; who publishes to the topic while a payload is put aside stays behind it."""
-        fair_gate = self._aside.get(draft.topic)
-        if fair_gate is None and not self._goes_aside(draft):
+        """Prepare a draft; publishes to its topic that arrive during a side file's write wait for it."""
+        fair_gate = self._side_file_gates.get(draft.topic)
+        if fair_gate is None and not self._needs_side_file(draft):
             return await self.prepare(draft)
-        fair_gate = self._aside.setdefault(draft.topic, FairGate())
+        fair_gate = self._side_file_gates.setdefault(draft.topic, FairGate())
         try:
             async with fair_gate:
                 return await self.prepare(draft)
         finally:
             if not fair_gate:
-                del self._aside[draft.topic]
+                del self._side_file_gates[draft.topic]
 
-    def _goes_aside(self, draft: Draft) -> bool:
+    def _needs_side_file(self, draft: Draft) -> bool:
         if draft.count != 1 or draft.tokens is not None or draft.deliver_at_us is not None:
             return False
         batch = draft.batch
@@ -365,7 +115,7 @@ class Publisher:
         return size >= self._engine.settings.journal.side_file_bytes
 
     async def prepare(self, draft: Draft) -> tuple[int, int, int]:
-        """Check sizes, lay large drafts out now, move huge payloads aside; returns `draft_sizes`."""
+        """Check sizes, build batches of large drafts, write side files; returns `draft_sizes`."""
         if not self._engine.is_open:
             raise BusClosed("the bus is closed; nothing was stored. Connect again")
         limit = self._engine.settings.limits.max_payload_bytes
@@ -385,14 +135,14 @@ class Publisher:
                 setting="limits.max_payload_bytes",
                 value=limit,
             )
-        if self._goes_aside(draft):
+        if self._needs_side_file(draft):
             await self._put_aside(draft)
         elif draft.batch is not None and not draft.final:
             self._engine.layout.compress(draft.batch)
         return draft_sizes(draft)
 
     async def _put_aside(self, draft: Draft) -> None:
-        batch = self._engine.layout.build_aside(draft)
+        batch = self._engine.layout.build_for_side_file(draft)
         try:
             size = await self._engine.runtime.read(
                 put_aside, self._engine.disk, batch, self._engine.pause_aside
@@ -432,29 +182,32 @@ class Publisher:
             raise decision.error()
 
     def _waiting(self, draft: Draft) -> Waiting | None:
-        if draft.deliver_at_us is not None:  # what comes later waits for nobody now
+        if (
+            draft.deliver_at_us is not None
+        ):  # it reaches the topic later and waits for no consumer now
             return None
         direct = self._engine.dispatcher.direct_readers(draft.topic)
         return self._engine.groups.waiting(direct, draft.topic, draft.tenant) if direct else None
 
     def _check_room(self, draft: Draft) -> None:
         if draft.deliver_at_us is not None:
-            if draft.partition is not None:  # now: later there is nobody to be told
+            if draft.partition is not None:  # later the publisher is gone and cannot be told
                 known_partition(self._engine.state, draft.topic, draft.partition)
             self._engine.state.schedule.delayed.check_room(draft.count)
-        keeper = self._engine.maintenance
-        if draft.topic in keeper.full_topics or keeper.shortage_bytes:
+        maintenance = self._engine.maintenance
+        if draft.topic in maintenance.full_topics or maintenance.shortage_bytes:
             self._check_retention(draft)
 
     def _check_retention(self, draft: Draft) -> None:
         """Raise RetentionFull for a write-once topic that may neither grow nor lose events."""
-        topic, keeper, settings = draft.topic, self._engine.maintenance, self._engine.settings
-        retention = keeper.retention_of(topic)
+        topic, settings = draft.topic, self._engine.settings
+        maintenance = self._engine.maintenance
+        retention = maintenance.retention_of(topic)
         if not retention.write_once:
             return
         limit, value = "max_bytes", settings.retention.max_bytes
         setting = "retention.max_bytes"
-        if topic in keeper.full_topics:
+        if topic in maintenance.full_topics:
             limit, value = "topic_max_bytes", retention.topic_max_bytes
             own = self._engine.state.topics[topic].retention_bytes
             setting = "retention.topic_max_bytes" if own is None else "retention_bytes of the topic"
@@ -474,7 +227,9 @@ class Publisher:
         count = self._engine.state.topics[draft.topic].partitions
         if count == 1:
             return [(draft, 0)]
-        fallback = self._rounds[draft.topic] = (self._rounds.get(draft.topic, -1) + 1) % count
+        fallback = self._last_partition[draft.topic] = (
+            self._last_partition.get(draft.topic, -1) + 1
+        ) % count
         keys = draft.keys if draft.batch is None else draft.batch.keys()
         if keys is None or (draft.batch is not None and draft.batch.key_column is None):
             return [(draft, fallback)]
@@ -484,7 +239,7 @@ class Publisher:
 
     async def _delay(self, draft: Draft) -> Receipt:
         await self._engine.topics.ensure(SCHEDULED)
-        stored, due_us = self._engine.scheduler.hold_back(draft)
+        stored, due_us = self._engine.scheduler.as_delayed(draft)
         receipts: list[Receipt] = await self.submit(
             [stored], when_taken=lambda receipts: self._engine.scheduler.entries(receipts, due_us)
         )
@@ -505,8 +260,10 @@ class Publisher:
     ) -> list[Receipt]:
         """Write drafts and entries as one: all of it is durable when it returns, or none of it is.
 
-        Receipts are one for each draft, however many partitions its events go to. `brings_news` says
-        that `when_taken` drains a group, `for_publish` that a publish needs these entries.
+        Returns one receipt for each draft, however many partitions its events go to. `when_taken`
+        makes more entries from the receipts when a commit takes the submission; `check` may still
+        raise then, and nothing is written. `brings_news` says that `when_taken` drains a group,
+        `for_publish` that a publish needs these entries.
         """
         if not drafts and not entries and when_taken is None:
             return []
@@ -528,11 +285,11 @@ class Publisher:
             [at for _, at in parts],
             size,
             drafts[0].tenant if drafts else "",
-            list(entries),
-            with_places if when_taken is not None else None,
-            check,
-            brings_news,
-            for_publish,
+            entries=list(entries),
+            when_taken=with_places if when_taken is not None else None,
+            check=check,
+            brings_news=brings_news,
+            for_publish=for_publish,
         )
         return _by_draft(drafts, shares, receipts)
 
@@ -544,7 +301,7 @@ class Publisher:
     ) -> list[Receipt]:
         """Write drafts that are prepared and have their partitions, with entries about them.
 
-        With patience they wait so long for a commit of somebody else.
+        They wait up to `patience_s` to join a commit that other submissions cause.
         """
         size = sum(draft_bytes(draft) for draft, _ in parts) + 1_024
         drafts = [draft for draft, _ in parts]
@@ -560,6 +317,7 @@ class Publisher:
         partitions: list[int],
         size: int,
         tenant: str,
+        *,
         entries: list[Entry] | None = None,
         when_taken: Callable[[list[Receipt]], list[Entry]] | None = None,
         check: Callable[[], None] | None = None,
@@ -591,16 +349,12 @@ class Publisher:
     ) -> list[Receipt] | None:
         """Publishes, acks and cursors in one journal entry, with a note about where they went.
 
-        None when its key is known: nothing of it happens then.
+        Returns None when a transaction with its key has happened: nothing of this one happens then.
         """
-        transaction_keys, owner, key = (
-            self._engine.transaction_keys,
-            transaction.tenant,
-            transaction.key,
-        )
-        if key is not None and await transaction_keys.knows(owner, key):
+        keys, tenant, key = self._engine.transaction_keys, transaction.tenant, transaction.key
+        if key is not None and await keys.knows(tenant, key):
             return None
-        # What is to be committed is settled now: a partition may be taken away while this waits.
+        # Cursors are read now: a partition may be taken away while this waits.
         cursors: list[tuple[Any, list[Entry]]] = [
             (feed, feed.pending_commit())  # type: ignore[attr-defined]
             for feed in transaction.cursors
@@ -612,11 +366,11 @@ class Publisher:
 
         def check() -> None:
             if key is not None:
-                transaction_keys.check(owner, key)
+                keys.check(tenant, key)
             now = self._engine.runtime.now()
             for each in transaction.acks:
-                handle = each.delivery
-                handle.group.check(handle.lease, each.index + handle.shift, now)
+                leased = each.delivery
+                leased.group.check(leased.lease, each.index + leased.shift, now)
             for feed, places in cursors:
                 feed.check_commit(places)
 
@@ -624,20 +378,20 @@ class Publisher:
             now = self._engine.runtime.now()
             written: list[Entry] = [] if note is None else [note(receipts[:count])]
             for each in transaction.acks:
-                handle = each.delivery
-                written.append(handle.group.ack_now(handle.lease, each.index + handle.shift, now))
-                self._engine.dispatcher.touched(handle.group)
+                leased = each.delivery
+                written.append(leased.group.ack_now(leased.lease, each.index + leased.shift, now))
+                self._engine.dispatcher.touched(leased.group)
             for feed, places in cursors:
                 feed.committed(places)
                 written += places
             return written
 
-        held = {(id(a.delivery.lease), a.index + a.delivery.shift) for a in transaction.acks}
-        if len(held) < len(transaction.acks):
+        acked = {(id(a.delivery.lease), a.index + a.delivery.shift) for a in transaction.acks}
+        if len(acked) < len(transaction.acks):
             raise InvalidInput("an event is acked twice in one transaction; nothing happened")
         drafts, count = transaction.drafts, len(transaction.drafts)
         if key is not None:
-            drafts = [*drafts, transaction_keys.marker(owner, key)]
+            drafts = [*drafts, keys.marker(tenant, key)]
         try:
             check()
             self._admit_together(transaction.drafts, sizes)
@@ -646,10 +400,29 @@ class Publisher:
             finally:
                 for draft, (_, kept, _) in zip(transaction.drafts, sizes, strict=True):
                     self._engine.admission.ingress_done(draft.tenant, draft.count, kept)
-        except KeySeen:  # another one with this key was faster
+        except KeySeen:  # another transaction with this key was faster
             assert key is not None
-            await transaction_keys.knows(owner, key)
+            await keys.knows(tenant, key)  # waits until that one is durable
             return None
+
+
+def combined(draft: Draft, receipts: Sequence[Receipt]) -> Receipt:
+    """One receipt for a draft whose events went to several partitions."""
+    first = receipts[0]
+    if len(receipts) == 1:
+        return first
+    return Receipt(
+        draft.topic, first.partition, first.offset, draft.count, first.token,
+        all(receipt.duplicate for receipt in receipts), parts=tuple(receipts),
+    )  # fmt: skip
+
+
+def pieces_of(receipt: Receipt) -> Iterator[Receipt]:
+    """The receipts of ranges without gaps that a receipt is made of, at any depth."""
+    if not receipt.parts:
+        yield receipt
+    for part in receipt.parts:
+        yield from pieces_of(part)
 
 
 def _by_draft(
@@ -675,19 +448,19 @@ def _by_partition(draft: Draft, partitions: list[int]) -> list[tuple[Draft, int]
 
 
 class TopicMaker:
-    """Makes and forgets topics."""
+    """Makes topics on first use and drops deleted ones."""
 
     def __init__(self, engine: EmbeddedEngine) -> None:
         self._engine = engine
         self._making: dict[str, FairGate] = {}
-        """Who waits for a topic that is being made; the first of them makes it."""
+        """Publishes that wait for a topic that is being made; the first of them makes it."""
 
     def ready(self, topic: str) -> bool:
-        """Whether a topic is there, and nobody waits for it: who comes now would overtake them."""
+        """Whether a topic exists and no publish waits for it, which this one would overtake."""
         return topic in self._engine.state.topics and topic not in self._making
 
     async def ensure(self, topic: str, spec: TopicSpec | None = None) -> None:
-        """Make a topic on first use; all who wait for that go on in the order they came."""
+        """Make a topic that does not exist; waiting callers go on in the order they arrived."""
         if self.ready(topic):
             return
         absent = topic not in self._engine.state.topics
@@ -697,7 +470,7 @@ class TopicMaker:
                     f"nothing listens at {topic!r} any more: the requester has gone. Drop the reply",
                     topic=topic,
                 )
-            spec = TopicSpec(ephemeral=True)  # its requester has listened before a restart
+            spec = TopicSpec(ephemeral=True)  # its requester was listening before a restart
         auto = self._engine.settings.topics.auto_create or is_system(topic)
         if absent and spec is None and not auto:
             raise UnknownTopic(
@@ -710,7 +483,9 @@ class TopicMaker:
         fair_gate = self._making.setdefault(topic, FairGate())
         try:
             async with fair_gate:
-                if topic not in self._engine.state.topics:  # or whoever was to make it gave up
+                if (
+                    topic not in self._engine.state.topics
+                ):  # a caller before this one may have made it
                     await self._engine.publisher.submit(
                         [], when_taken=lambda _: self._make(topic, chosen), for_publish=spec is None
                     )
@@ -728,7 +503,7 @@ class TopicMaker:
         return [TopicPut(topic, spec), *self._engine.groups.topic_made(topic, 0, spec.partitions)]
 
     def set_floors(self, topic: str, spec: TopicSpec) -> None:
-        """Never give out the offsets of a deleted topic of the same name."""
+        """Start behind the offsets of a deleted topic of the same name."""
         for partition, floor in enumerate(spec.floors):
             log = self._engine.log.partition(topic, partition)
             log.floor = floor
@@ -744,7 +519,7 @@ class TopicMaker:
         return [self._engine.log.partition(topic, partition).next for partition in range(count)]
 
     def forget(self, topic: str) -> None:
-        """A topic is being deleted: nobody reads it any more."""
+        """Drop a topic that is being deleted: no group reads it any more."""
         for partition in range(self._engine.state.topics[topic].partitions):
             for group in self._engine.dispatcher.groups.values():
                 lane = group.lanes.get((topic, partition))
@@ -757,5 +532,239 @@ class TopicMaker:
         self._engine.groups.topic_gone(topic)
 
     def tenant_for(self, topic: str) -> str:
-        """The tenant of an event that no identity speaks for."""
+        """The tenant of an event that is published without an identity."""
         return tenant_of(topic) or self._engine.settings.identity.tenant
+
+
+# -- keys of transactions -------------------------------------------------------------------------
+
+
+class KeySeen(PenstockError):
+    """A transaction with this key has happened; stays inside the engine, which answers None."""
+
+    code = "key-known"
+
+
+def marker_topic(tenant: str) -> str:
+    """The topic with the markers of a tenant's transactions.
+
+    Each tenant has its own: equal keys of two tenants are different keys, and many keys of one
+    tenant push no key of another tenant out of the table.
+
+    >>> marker_topic("acme")
+    '_transactions.acme'
+    """
+    return f"_transactions.{tenant}"
+
+
+class TransactionKeys:
+    """Which transactions with a key have happened."""
+
+    def __init__(self, engine: EmbeddedEngine) -> None:
+        self._engine = engine
+
+    @staticmethod
+    def marker(tenant: str, key: bytes) -> Draft:
+        """The event that makes a key known together with the transaction it is part of."""
+        marker = Draft(marker_topic(tenant), [b""], tenant=tenant, codec="raw")
+        marker.tokens, marker.partition = [key], 0
+        return marker
+
+    def check(self, tenant: str, key: bytes) -> None:
+        """Raise KeySeen when a transaction of this key lies in the journal, or in the next commit."""
+        if self._find(tenant, key) is not None:
+            raise KeySeen("a transaction with this idempotency key has happened already")
+
+    async def knows(self, tenant: str, key: bytes) -> bool:
+        """Whether a transaction of this key has happened; when it returns True, that is durable."""
+        offset = self._find(tenant, key)
+        if offset is None:
+            return False
+        if offset >= self._engine.log.partition(marker_topic(tenant), 0).end:
+            # The first one is still being written: wait until it is durable before saying so. Its
+            # commit becomes durable even when the disk has no room for the acks settled since.
+            with contextlib.suppress(DiskRefused):
+                await self._engine.commits.flush()
+        return True
+
+    def _find(self, tenant: str, key: bytes) -> int | None:
+        table = self._engine.fold.dedup.get(marker_topic(tenant))
+        return table.find(key) if table is not None else None  # of partition 0: just the offset
+
+
+# -- drafts of one frame --------------------------------------------------------------------------
+
+
+Answer = Receipt | PenstockError
+
+
+class DraftPart(NamedTuple):
+    """The events of one draft that go to one partition."""
+
+    draft: int
+    events: Draft
+    partition: int
+    due_us: int | None = None
+
+
+class StoredRange(NamedTuple):
+    """Where the events of a part lie."""
+
+    draft: int
+    receipt: Receipt
+    due_us: int | None
+
+
+class Bundle:
+    """Stores the drafts of one frame together, each with an answer of its own."""
+
+    def __init__(self, engine: EmbeddedEngine) -> None:
+        self._engine = engine
+
+    async def publish(
+        self,
+        drafts: Sequence[Draft],
+        note: Callable[[list[int]], Entry],
+        ready: Callable[[], None] = lambda: None,
+        patience_s: float = 0.0,
+    ) -> list[Answer]:
+        """Store the drafts that can be stored; the others are answered with their errors.
+
+        `note` makes the entry, one for each tenant, that says where its drafts went. `ready` is called
+        when all of them have their place before anything that is published from then on. They wait up
+        to `patience_s` to join a commit that other submissions cause.
+        """
+        answers: dict[int, Answer] = {}
+        admitted: list[tuple[Draft, int]] = []
+        tenants: dict[str, list[DraftPart]] = {}
+        try:
+            for number, draft in enumerate(drafts):
+                try:
+                    parts = await self._prepare(number, draft, admitted)
+                except PenstockError as error:
+                    answers[number] = error
+                else:
+                    tenants.setdefault(draft.tenant, []).extend(parts)
+            if tenants:
+                answers |= await self._store_each(
+                    [*tenants.values()], drafts, note, ready, patience_s
+                )
+        finally:
+            for draft, kept in admitted:
+                self._engine.admission.ingress_done(draft.tenant, draft.count, kept)
+        return [answers[number] for number in range(len(drafts))]
+
+    async def _store_each(
+        self,
+        tenants: list[list[DraftPart]],
+        drafts: Sequence[Draft],
+        note: Callable[[list[int]], Entry],
+        ready: Callable[[], None],
+        patience_s: float,
+    ) -> dict[int, Answer]:
+        """Submit the parts of each tenant to its own queue: in another's they would be overtaken."""
+
+        async def stored(parts: list[DraftPart]) -> dict[int, Answer]:
+            if parts is tenants[-1]:  # tenants begin one after another: all others are submitted
+                ready()
+            try:
+                return dict(await self._store(parts, drafts, note, patience_s))
+            except PenstockError as error:
+                return {part.draft: error for part in parts}
+
+        if len(tenants) == 1:
+            return await stored(tenants[0])
+        answers = await asyncio.gather(*map(stored, tenants))
+        return {number: answer for found in answers for number, answer in found.items()}
+
+    async def _prepare(
+        self, number: int, draft: Draft, admitted: list[tuple[Draft, int]]
+    ) -> list[DraftPart]:
+        engine, publisher = self._engine, self._engine.publisher
+        if not engine.topics.ready(draft.topic):
+            await engine.topics.ensure(draft.topic)
+        payload, kept, _ = await publisher.prepare(draft)
+        publisher.admit(draft, payload, kept)
+        admitted.append((draft, kept))
+        if draft.deliver_at_us is not None:
+            await engine.topics.ensure(SCHEDULED)
+            stored, due_us = engine.scheduler.as_delayed(draft)
+            return [DraftPart(number, stored, 0, due_us)]
+        return [DraftPart(number, part, at) for part, at in publisher.split(draft)]
+
+    async def _store(
+        self,
+        parts: list[DraftPart],
+        drafts: Sequence[Draft],
+        note: Callable[[list[int]], Entry],
+        patience_s: float,
+    ) -> dict[int, Receipt]:
+        batches = _by_batch(parts)
+        ranges: list[StoredRange] = []
+
+        def when_taken(receipts: list[Receipt]) -> list[Entry]:
+            for batch, receipt in zip(batches, receipts, strict=True):
+                ranges.extend(_ranges(batch, receipt))
+            entries: list[Entry] = []
+            places: list[int] = []
+            for draft, receipt, due_us in ranges:
+                if due_us is not None:
+                    entries += self._engine.scheduler.entries([receipt], due_us)
+                for each in receipt.parts or (receipt,):
+                    places += (draft, each.partition, each.offset, each.count)
+            return [*entries, note(places)]
+
+        await self._engine.publisher.submit_parts(
+            [(joined([part.events for part in batch]) if len(batch) > 1 else batch[0].events,
+              batch[0].partition) for batch in batches],
+            when_taken,
+            patience_s,
+        )  # fmt: skip
+        if any(part.due_us is not None for part in parts):
+            self._engine.scheduler.wake()
+        return _receipts(drafts, ranges)
+
+
+def _by_batch(parts: list[DraftPart]) -> list[list[DraftPart]]:
+    """Parts, batch by batch: small ones of a partition share one, unless another lies between them."""
+    batches: list[list[DraftPart]] = []
+    last: dict[tuple[str, int], tuple[tuple[str, str] | None, list[DraftPart]]] = {}
+    for part in parts:
+        events = part.events
+        place = (events.topic, part.partition)
+        kind = (events.tenant, events.codec) if part.due_us is None and merges(events) else None
+        if kind is not None and place in last and last[place][0] == kind:
+            last[place][1].append(part)
+            continue
+        batches.append([part])
+        last[place] = (kind, batches[-1])
+    return batches
+
+
+def _ranges(batch: list[DraftPart], receipt: Receipt) -> list[StoredRange]:
+    """Where each part of a batch lies, by the receipt of the batch."""
+    if len(batch) == 1:
+        part = batch[0]
+        if part.due_us is not None:
+            token = Scheduler.first_token(part.events, receipt.token)
+            receipt = msgspec.structs.replace(receipt, token=token)
+        return [StoredRange(part.draft, receipt, part.due_us)]
+    found, index = [], 0
+    for part in batch:
+        count = part.events.count
+        token = token_at(receipt.token, index)
+        own = Receipt(receipt.topic, receipt.partition, receipt.offset + index, count, token)
+        found.append(StoredRange(part.draft, own, None))
+        index += count
+    return found
+
+
+def _receipts(drafts: Sequence[Draft], ranges: Sequence[StoredRange]) -> dict[int, Receipt]:
+    """One receipt for each draft that was stored."""
+    found: dict[int, list[Receipt]] = {}
+    for draft, receipt, due_us in ranges:
+        if due_us is not None:
+            topic, count = drafts[draft].topic, drafts[draft].count
+            receipt = Receipt(topic, 0, -1, count, receipt.token, receipt.duplicate, scheduled=True)
+        found.setdefault(draft, []).append(receipt)
+    return {draft: combined(drafts[draft], receipts) for draft, receipts in found.items()}

@@ -1,4 +1,4 @@
-"""Reading stored events back: what the embedded engine and the follower share."""
+"""Reads stored events back, for the embedded engine and the follower alike."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.model.batch import EventBatch
 from penstock.model.errors import Corrupted, OffsetExpired
 from penstock.model.event import Event
 
-# What one read returns at the most, a row group of a segment: enough to hide the hand-over to a
+# The most events of one read, a row group of a segment: enough to outweigh the hand-over to a
 # thread, small enough to stay in cache.
 READ_EVENTS = 65_536
 # A caller that waited less than this for the next batches is slower than the disk.
@@ -29,7 +29,7 @@ async def load(
     offset: int,
     limit: int,
 ) -> list[EventBatch]:
-    """Batches from `offset` on; from a thread unless all of them are at hand."""
+    """Batches from `offset` on, at most `limit` events; read in a thread unless they are in memory."""
     sources = log.plan(topic, partition, offset, limit)
     if all(isinstance(source, InMemory) for source in sources):
         return log.load(sources, offset, limit)
@@ -48,7 +48,7 @@ async def load(
 async def stored_batches(
     log: EventLog, runtime: Runtime, topic: str, partition: int, start: int, stop: int | None
 ) -> AsyncIterator[EventBatch]:
-    """Stored batches in order; the next ones are read while the caller works on these."""
+    """Stored batches in order; the next ones are read while the caller works on the last."""
     end = log.partition(topic, partition).end
     stop = end if stop is None else min(stop, end)
 
@@ -56,9 +56,9 @@ async def stored_batches(
         limit = min(READ_EVENTS, stop - offset)
         sources = log.plan(topic, partition, offset, limit)
         if all(isinstance(source, InMemory) for source in sources):
-            at_hand: asyncio.Future[list[EventBatch]] = asyncio.get_running_loop().create_future()
-            at_hand.set_result(log.load(sources, offset, limit))
-            return at_hand
+            done: asyncio.Future[list[EventBatch]] = asyncio.get_running_loop().create_future()
+            done.set_result(log.load(sources, offset, limit))
+            return done
         return runtime.begin_read(log.load, sources, offset, limit, use_threads)
 
     ahead = fetch(start, True) if start < stop else None
@@ -70,7 +70,7 @@ async def stored_batches(
             except (Corrupted, FileNotFoundError):  # perhaps the files only moved
                 limit = min(READ_EVENTS, stop - start)
                 batches = await load(log, runtime, topic, partition, start, limit)
-            # A caller that is slower than the disk keeps its core: decode beside it, not on it.
+            # Decode on several cores only for a caller that waited: a slow one needs its core itself.
             caller_waits = runtime.now() - asked_at > CALLER_WAITS_S
             start = batches[-1].end_offset
             ahead = fetch(start, caller_waits) if start < stop else None

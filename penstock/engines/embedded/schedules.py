@@ -1,4 +1,9 @@
-"""The timekeeper: publishes delayed and recurring events when their time has come (row T7)."""
+"""Schedules: publishes delayed and recurring events when they are due.
+
+A delayed event is stored at once, in the system topic `_scheduled`, with labels that keep its topic,
+partition, time to live, priority and token; when it is due it is published to its topic. A recurring
+event is a definition in the state; each time it is due, one event is published.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +28,16 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock.engines")
 
 SCHEDULED = "_scheduled"
+"""The topic in which delayed events of all topics wait."""
+
+# The labels: headers of a delayed event.
 TARGET = "penstock-topic"
 TARGET_PARTITION = "penstock-partition"
 TIME_TO_LIVE = "penstock-expires-us"
 URGENCY = "penstock-priority"
 TOKEN = "penstock-token"  # noqa: S105 - the name of a header
 LABELS = (TARGET, TARGET_PARTITION, TIME_TO_LIVE, URGENCY, TOKEN)
-# The most a label can say: what the column can hold in which it ends.
+# The most a label can hold: its column has no room for more.
 MAX_TIME_US, MAX_URGENCY = (1 << 63) - 1, 255
 # Delayed events published in one journal entry, and recurring ones.
 FIRE_CHUNK = 256
@@ -39,7 +47,7 @@ LOOK_AGAIN_S = 1.0
 
 
 class Scheduler:
-    """Watches the clock for everything that is scheduled."""
+    """Publishes scheduled events when the clock reaches their times."""
 
     def __init__(self, engine: EmbeddedEngine) -> None:
         self._engine = engine
@@ -50,13 +58,13 @@ class Scheduler:
         self._changed.set()
 
     async def run(self) -> None:
-        """Fire what is due, for as long as the engine lives."""
+        """Publish events that are due, as long as the engine is open."""
         schedule = self._engine.state.schedule
         while True:
             try:
-                await self._fire_delayed()
-                await self._fire_recurring()
-            except Rejected as error:  # the disk is full: what is due waits for room
+                await self._publish_delayed()
+                await self._publish_recurring()
+            except Rejected as error:  # the disk is full: events that are due wait for room
                 await asyncio.sleep(error.retry_after_s)
                 continue
             due_us = schedule.next_due_us()
@@ -70,16 +78,16 @@ class Scheduler:
                 continue
             self._changed.clear()
 
-    # -- delayed events --------------------------------------------------------------------------
+    # -- delayed events ------------------------------------------------------------------------
 
-    def hold_back(self, draft: Draft) -> tuple[Draft, int]:
-        """A draft as it is stored until its time comes, and that time."""
+    def as_delayed(self, draft: Draft) -> tuple[Draft, int]:
+        """A draft as it is stored until it is due, and when that is."""
         if draft.batch is not None:  # each event gets headers of its own below
             draft = draft.subset(range(draft.count))
         assert draft.deliver_at_us is not None
         stored = Draft(SCHEDULED, draft.payloads, tenant=draft.tenant, codec=draft.codec)
         stored.keys, stored.times_us = draft.keys, draft.times_us
-        if draft.tokens is not None:  # a token is known for its topic only, and all wait in one
+        if draft.tokens is not None:  # a token belongs to its topic, and here all topics share one
             stored.tokens = [_scoped(draft.topic, token) for token in draft.tokens]
         stored.headers = [
             self._labelled(draft, index, (draft.headers or [None] * draft.count)[index])
@@ -89,7 +97,7 @@ class Scheduler:
 
     @staticmethod
     def _labelled(draft: Draft, index: int, headers: Headers | None) -> dict[str, str]:
-        # A header of the client's that is called like a label would be read as one.
+        # A client's header with the name of a label would be read as the label.
         labelled = {name: text for name, text in (headers or {}).items() if name not in LABELS}
         labelled[TARGET] = draft.topic
         if draft.partition is not None:
@@ -104,12 +112,12 @@ class Scheduler:
 
     @staticmethod
     def first_token(stored: Draft, given: bytes) -> bytes:
-        """The token that a publisher gave the first of these, or that it was given."""
+        """The token of the first event: the publisher's, or `given` when it chose none."""
         return _token((stored.headers or [None])[0], given)
 
     @staticmethod
     def entries(receipts: list[Receipt], due_us: int) -> list[Entry]:
-        """The entries that make stored drafts wait."""
+        """The entries that say when stored drafts are due."""
         pairs: list[int] = []
         for receipt in receipts:
             for each in receipt.parts or (receipt,):
@@ -118,7 +126,7 @@ class Scheduler:
                         pairs += (offset, due_us)
         return [Delayed(pairs)] if pairs else []
 
-    async def _fire_delayed(self) -> None:
+    async def _publish_delayed(self) -> None:
         delayed = self._engine.state.schedule.delayed
         while offsets := delayed.due(self._engine.runtime.wall_us(), FIRE_CHUNK):
             try:
@@ -128,38 +136,38 @@ class Scheduler:
                 raise
 
     async def _publish_due(self, offsets: list[int]) -> None:
-        """Publish these together; when one of them cannot be published, the others without it."""
+        """Publish these together; when one cannot be published, publish each by itself."""
         try:
             drafts = [draft for at in offsets if (draft := await self._stored(at)) is not None]
             await self._engine.publisher.submit(drafts, entries=[Fired(offsets)])
         except (Rejected, BusClosed, WriterFailed):
             raise
         except PenstockError as error:
-            if len(offsets) == 1:  # it stays, and is tried again at the next start
+            if len(offsets) == 1:  # it stays in the schedule and is tried again at the next start
                 log.error("a delayed event cannot be published: %s", error)
                 return
             for at in offsets:
                 await self._publish_due([at])
 
     async def _stored(self, offset: int) -> Draft | None:
-        """A delayed event as it is to be published, or None when it is gone."""
+        """A delayed event as it is to be published, or None when its file is gone."""
         engine = self._engine
         if offset >= engine.log.partition(SCHEDULED, 0).end:
-            await engine.flush()  # due at once: wait until it is committed itself
+            await engine.flush()  # due at once: wait until the event itself is committed
         try:
-            draft = self._release(await engine.event_at(SCHEDULED, 0, offset))
-        except OffsetExpired as error:  # retention keeps them: somebody removed files
+            draft = self._as_published(await engine.event_at(SCHEDULED, 0, offset))
+        except OffsetExpired as error:  # retention keeps delayed events: a file was removed by hand
             log.error("a delayed event is gone: %s", error)
             return None
         await engine.topics.ensure(draft.topic)
         partitions = engine.state.topics[draft.topic].partitions
         if draft.partition is not None and draft.partition >= partitions:
-            # Its topic was deleted meanwhile and has fewer now: it goes where its key belongs.
+            # Its topic was deleted meanwhile and now has fewer partitions: its key decides.
             draft.partition = None
         return draft
 
     @staticmethod
-    def _release(event: Event) -> Draft:
+    def _as_published(event: Event) -> Draft:
         headers = dict(event.headers)
         draft = Draft(headers.pop(TARGET), [event.payload], tenant=event.tenant, codec=event.codec)
         draft.partition = _number(headers.pop(TARGET_PARTITION, None), MAX_TIME_US)
@@ -174,18 +182,18 @@ class Scheduler:
         draft.times_us = [event.time_us]
         return draft
 
-    # -- recurring events ------------------------------------------------------------------------
+    # -- recurring events ----------------------------------------------------------------------
 
-    async def _fire_recurring(self) -> None:
+    async def _publish_recurring(self) -> None:
         recurring, now_us = self._engine.state.schedule.recurring, self._engine.runtime.wall_us()
         while due := recurring.due(now_us, FIRE_CHUNK):
             await self._publish_ticks(due, now_us)
 
     async def _publish_ticks(self, due: list[tuple[Definition, int]], now_us: int) -> None:
-        """Publish these together; when one of them cannot be published, each by itself."""
+        """Publish these together; when one cannot be published, publish each by itself."""
         alone = False
         while due:
-            ticks = due[:1] if alone else _at_once(due)
+            ticks = due[:1] if alone else _in_one_entry(due)
             try:
                 await self._submit_ticks(ticks)
             except Rejected:
@@ -225,8 +233,8 @@ class Scheduler:
         await engine.publisher.submit(drafts, when_taken=entries)
 
 
-def _at_once(due: list[tuple[Definition, int]]) -> list[tuple[Definition, int]]:
-    """The first of what is due, as many as one journal entry should hold."""
+def _in_one_entry(due: list[tuple[Definition, int]]) -> list[tuple[Definition, int]]:
+    """The first events that are due, as many as one journal entry should hold."""
     size = 0
     for number, (definition, _) in enumerate(due):
         size += len(definition.payload)
@@ -236,7 +244,7 @@ def _at_once(due: list[tuple[Definition, int]]) -> list[tuple[Definition, int]]:
 
 
 def _number(label: str | None, most: int) -> int | None:
-    """What a label says; None for one that an older broker took over from a client's headers.
+    """The number in a label; None for a label that an older broker copied from a client's headers.
 
     >>> _number("7", 255), _number("9999", 255), _number("soon", 255), _number(None, 255)
     (7, None, None, None)
@@ -247,12 +255,12 @@ def _number(label: str | None, most: int) -> int | None:
 
 
 def _scoped(topic: str, token: bytes) -> bytes:
-    """What stands for a token of a topic among the delayed events of all topics."""
+    """A token that stands for a topic's token among the delayed events of all topics."""
     return blake2b(bytes(token), key=blake2b(topic.encode()).digest()[:32], digest_size=16).digest()
 
 
 def _token(headers: Headers | None, given: bytes) -> bytes:
-    """The token in a label; what is no token was not written by us."""
+    """The token in a label; `given` when there is none, or the label was not written here."""
     try:
         token = bytes.fromhex((headers or {}).get(TOKEN, ""))
     except ValueError:

@@ -152,7 +152,7 @@ DEFECTS = (
     Mutant("replayed-twice", "a dead letter comes back once", QueueGroup, "revive", _replayed_twice, 20),
     Mutant("flush-without-room", "a flush returns when it is durable", CommitLoop, "_take", _flush_without_room, 20),
     Mutant("audit-gives-up", "a full disk costs no audit record", AuditTrail, "_append", _audit_gives_up),
-    Mutant("clock-stops", "a full disk delays what is delayed, no more", Scheduler, "_fire_delayed", _clock_stops),
+    Mutant("clock-stops", "a full disk delays what is delayed, no more", Scheduler, "_publish_delayed", _clock_stops),
     Mutant("late-sweep", "only orphans are swept", Maintenance, "run", _late_sweep),
     Mutant("trust-page-cache", "what recovery saw is durable", Recovery, "_read_file", _trust_page_cache, 20),
     Mutant("over-the-gap", "what is readable has no gap", EventLog, "bounds", _over_the_gap, 40),
