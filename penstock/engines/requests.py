@@ -23,11 +23,9 @@ from penstock.core.audit import AuditRecord, Verdict
 from penstock.core.entry import GroupSpec, Partitions, RetentionBytes, TopicSpec
 from penstock.core.routes import Route
 from penstock.core.schedule import MAX_DURATION_US, MIN_EVERY_US, Definition
-from penstock.core.state import DeadLetter, GroupState, State
-from penstock.engines.embedded.lost_events import lag_behind
+from penstock.core.state import DeadLetter, State
 from penstock.engines.engine import Request
 from penstock.log.audit_reader import AuditManifest
-from penstock.log.event_log import EventLog
 from penstock.model.errors import (
     ConfirmationNeeded,
     InvalidHeaders,
@@ -50,8 +48,7 @@ from penstock.model.parameter import (
     path,
     shown,
 )
-from penstock.model.settings import Limits, Retention, Settings
-from penstock.model.topic import tenant_of
+from penstock.model.settings import Limits, Retention
 
 MAX_PAGE = 10_000  # rows of one answer: about 3 MB of JSON, made in well under 100 ms
 MAX_SKIP = 1_000_000  # rows before a page: to see more, filter
@@ -557,21 +554,6 @@ def retention_of(spec: TopicSpec, general: Retention) -> Retention:
     )
 
 
-def topic_info(state: State, log: EventLog, settings: Settings, topic: str) -> TopicInfo:
-    """One topic with its partitions."""
-    spec = known_topic(state, topic)
-    retention = retention_of(spec, settings.retention)
-    partitions = []
-    for partition in range(spec.partitions):
-        first, end = log.bounds(topic, partition)
-        sealed = sum(each.event_bytes for _, each in log.manifest.ranges(topic, partition))
-        partitions.append(PartitionInfo(partition, first, end, sealed))
-    return TopicInfo(
-        topic, tenant_of(topic) or settings.identity.tenant, partitions, retention.age_s,
-        retention.topic_max_bytes, retention.write_once,
-    )  # fmt: skip
-
-
 def group_info(
     name: str,
     spec: GroupSpec,
@@ -584,20 +566,6 @@ def group_info(
         name, spec.mode, spec.order, list(spec.patterns), members, sum(lane.lag for lane in lanes),
         sum(lane.outstanding for lane in lanes), lanes, sum(lane.lost for lane in lanes), list(routed),
     )  # fmt: skip
-
-
-def recorded_group(name: str, group: GroupState, log: EventLog) -> GroupInfo:
-    """A group by the entries of the journal: without members, which the writing process knows."""
-    lanes: list[LaneInfo] = []
-    for place, cursor in sorted(group.cursors.items()):
-        end, lag = lag_behind(log, place, cursor)
-        lanes.append(LaneInfo(*place, cursor, end, 0, lag))
-    for place, ledger in sorted(group.ledgers.items()):
-        end, lag = lag_behind(log, place, ledger.high)
-        first = log.bounds(*place)[0]
-        kept = sum(max(0, run.stop - max(run.start, first)) for run in ledger.open())
-        lanes.append(LaneInfo(*place, ledger.high, end, ledger.outstanding(), lag + kept))
-    return group_info(name, group.spec, [], lanes)
 
 
 # -- rules for changes by hand --------------------------------------------------------------------

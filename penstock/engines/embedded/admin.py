@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from penstock.core import state as journal_state
 from penstock.core.admission import ADMITTED
 from penstock.core.audit import State
 from penstock.core.entry import (
@@ -37,6 +38,7 @@ from penstock.engines.requests import (
     GroupEffect,
     GroupInfo,
     LaneInfo,
+    PartitionInfo,
     SealInfo,
     TopicInfo,
     check_consumer,
@@ -46,9 +48,9 @@ from penstock.engines.requests import (
     known_partition,
     known_topic,
     retention_of,
-    topic_info,
 )
 from penstock.log.disk import RealDisk
+from penstock.log.event_log import EventLog
 from penstock.log.retention import check_change
 from penstock.model.errors import (
     AlreadyExists,
@@ -62,7 +64,8 @@ from penstock.model.errors import (
     Unsupported,
     WriteOnce,
 )
-from penstock.model.topic import check_topic, is_system
+from penstock.model.settings import Settings
+from penstock.model.topic import check_topic, is_system, tenant_of
 
 if TYPE_CHECKING:
     from penstock.engines.embedded.engine import EmbeddedEngine
@@ -591,3 +594,34 @@ def _schedule_state(definition: Definition | None, gone: str | None = None) -> S
         "payload_bytes": len(definition.payload),
         "payload_sha256": hashlib.sha256(definition.payload).hexdigest(),
     }
+
+
+def topic_info(
+    state: journal_state.State, log: EventLog, settings: Settings, topic: str
+) -> TopicInfo:
+    """One topic with its partitions."""
+    spec = known_topic(state, topic)
+    retention = retention_of(spec, settings.retention)
+    partitions = []
+    for partition in range(spec.partitions):
+        first, end = log.bounds(topic, partition)
+        sealed = sum(each.event_bytes for _, each in log.manifest.ranges(topic, partition))
+        partitions.append(PartitionInfo(partition, first, end, sealed))
+    return TopicInfo(
+        topic, tenant_of(topic) or settings.identity.tenant, partitions, retention.age_s,
+        retention.topic_max_bytes, retention.write_once,
+    )  # fmt: skip
+
+
+def recorded_group(name: str, group: journal_state.GroupState, log: EventLog) -> GroupInfo:
+    """A group by the entries of the journal: without members, which the writing process knows."""
+    lanes: list[LaneInfo] = []
+    for place, cursor in sorted(group.cursors.items()):
+        end, lag = lag_behind(log, place, cursor)
+        lanes.append(LaneInfo(*place, cursor, end, 0, lag))
+    for place, ledger in sorted(group.ledgers.items()):
+        end, lag = lag_behind(log, place, ledger.high)
+        first = log.bounds(*place)[0]
+        kept = sum(max(0, run.stop - max(run.start, first)) for run in ledger.open())
+        lanes.append(LaneInfo(*place, ledger.high, end, ledger.outstanding(), lag + kept))
+    return group_info(name, group.spec, [], lanes)

@@ -16,12 +16,13 @@ from penstock.core.routes import RouteCatalogue
 from penstock.core.routing import RouteTree
 from penstock.core.state import DeadLetter, GroupState, State
 from penstock.engines import requests
+from penstock.engines.embedded.admin import recorded_group, topic_info
 from penstock.engines.embedded.dead_letters import detail_of, newest_letters
 from penstock.engines.embedded.log_groups import LogGroup
 from penstock.engines.embedded.reader import event_at, stored_batches
 from penstock.engines.embedded.runtime import Runtime
 from penstock.engines.engine import LogFeed, QueueFeed, Request, Subscribe, Transaction
-from penstock.engines.requests import DeadLetterDetail, known_partition, recorded_group, topic_info
+from penstock.engines.requests import DeadLetterDetail, known_partition
 from penstock.log.audit_reader import AuditReader
 from penstock.log.disk import Disk, no_folder, read_file, unusable
 from penstock.log.recovery import Recovery, check_folder, open_for_reading
