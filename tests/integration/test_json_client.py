@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 
 from penstock.model.settings_loader import load
-from penstock.server import fastpath as expanding
+from penstock.server import fastpath
 from penstock.server.daemon import Daemon
 from penstock.server.session import Session
 from penstock.wire.encodings import MESSAGES, wire
@@ -219,7 +219,7 @@ async def test_a_large_message_is_translated_beside_the_loop_in_its_order(
     began, go_on = threading.Event(), threading.Event()
     threads: list[int] = []
     taken: list[int] = []
-    from_mark, received = expanding.from_mark, Session.received
+    from_mark, received = fastpath.from_mark, Session.received
 
     def slow(frame: Frame) -> Frame:
         if frame.size_bytes >= LARGE:
@@ -232,7 +232,7 @@ async def test_a_large_message_is_translated_beside_the_loop_in_its_order(
         taken.append(frame.request)
         received(session, frame)
 
-    monkeypatch.setattr(expanding, "from_mark", slow)
+    monkeypatch.setattr(fastpath, "from_mark", slow)
     monkeypatch.setattr(Session, "received", noted)
     try:
         client.tell(Kind.PUBLISH, publish(1, [bytes(LARGE)]), request=1)

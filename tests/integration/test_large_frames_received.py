@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import penstock
-from penstock.engines.embedded import batching as layout
-from penstock.server import fastpath as expanding
+from penstock.engines.embedded import batching
+from penstock.server import fastpath
 from penstock.server.session import Session
 from penstock.testing.broker_process import broker_inside
 from penstock.wire import message as say
@@ -36,7 +36,7 @@ async def test_a_large_frame_holds_up_its_own_connection_only(
         assert go_on.wait(DEADLINE_S)
         return decode_frame(message, limit_bytes)
 
-    monkeypatch.setattr(expanding, "decode_frame", slow)
+    monkeypatch.setattr(fastpath, "decode_frame", slow)
     daemon = broker_inside(tmp_path, FLAGS)
     await daemon.start()
     url = f"penstock://127.0.0.1:{daemon.ports['tcp']}"
@@ -106,7 +106,7 @@ def broken(message: Any, limit_bytes: int) -> Any:
 async def test_a_frame_that_does_not_expand_ends_its_connection_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(expanding, "decode_frame", broken)
+    monkeypatch.setattr(fastpath, "decode_frame", broken)
     daemon = broker_inside(tmp_path, FLAGS)
     await daemon.start()
     url = f"penstock://127.0.0.1:{daemon.ports['tcp']}"
@@ -135,7 +135,7 @@ async def test_a_batch_is_weighed_once(tmp_path: Path, monkeypatch: pytest.Monke
     try:
         async with penstock.connect(f"penstock://127.0.0.1:{daemon.ports['tcp']}") as bus:
             await bus.topics.create("orders")
-            monkeypatch.setattr(layout, "worth_compressing", weigh)
+            monkeypatch.setattr(batching, "worth_compressing", weigh)
             await bus.publish_many("orders", [b"%0100d" % number for number in range(100)])
             assert len(weighed) == 1
             assert len([event async for event in bus.replay("orders")]) == 100

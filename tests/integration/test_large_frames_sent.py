@@ -17,7 +17,7 @@ import penstock
 from penstock.engines.broker.tcp import TcpLink as ClientLink
 from penstock.model.errors import BusClosed
 from penstock.model.settings_loader import load
-from penstock.server import fastpath as outgoing
+from penstock.server import fastpath
 from penstock.server.fastpath import FastPath
 from penstock.server.transports.tcp import TcpLink, TcpServer
 from penstock.testing.broker_process import BrokerProcess
@@ -55,7 +55,7 @@ class Slow:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
     slow = Slow()
-    monkeypatch.setattr(outgoing, "encode_frame", slow.encode_frame)
+    monkeypatch.setattr(fastpath, "encode_frame", slow.encode_frame)
     yield slow
     slow.go_on.release(100)
 

@@ -9,7 +9,7 @@ import pytest
 
 import penstock
 from penstock import errors
-from penstock.engines.embedded import schedules as scheduler
+from penstock.engines.embedded import schedules
 from penstock.testing.simulation.disk import SimDisk
 
 WAIT_S = 3.0
@@ -63,7 +63,7 @@ async def test_such_headers_that_lie_in_the_log_already(
     mem: penstock.Bus, headers: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as as_before:
-        as_before.setattr(scheduler, "LABELS", ())
+        as_before.setattr(schedules, "LABELS", ())
         await mem.publish("jobs.run", b"x", delay_s=0.2, headers=headers)
     assert len(await arrived(mem, "jobs.run")) == 1
 
@@ -85,7 +85,7 @@ async def test_one_that_cannot_be_published_holds_up_no_other(
     read = engine.event_at
 
     async def damaged(topic: str, partition: int, offset: int) -> penstock.Event:
-        if topic == scheduler.SCHEDULED and offset == 1:
+        if topic == schedules.SCHEDULED and offset == 1:
             raise errors.Corrupted("a checksum does not match")
         return await read(topic, partition, offset)  # type: ignore[no-any-return]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.cli import doctor as trend
+from penstock.cli import doctor
 from penstock.cli.checks import Check
 from penstock.cli.doctor import config_hashes, entry_of, export, read_bundle
 from penstock.model.errors import Corrupted
@@ -47,7 +47,7 @@ def test_what_is_no_bundle_is_not_overwritten(tmp_path: Path, text: str) -> None
 
 
 def test_a_bundle_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trend, "MAX_ENTRIES", 3)
+    monkeypatch.setattr(doctor, "MAX_ENTRIES", 3)
     for number in range(5):
         export(tmp_path, entry_of(str(number), [], {}))
     assert [entry.mode for entry in read_bundle(tmp_path).entries] == ["2", "3", "4"]

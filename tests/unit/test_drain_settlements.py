@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from penstock.server import broker as ending
+from penstock.server import broker
 
 
 class Client:
@@ -30,11 +30,11 @@ class Client:
 async def test_what_cannot_be_buried_does_not_hold_up_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ending, "HARDEN_S", 0.05)
+    monkeypatch.setattr(broker, "HARDEN_S", 0.05)
     stuck, other = Client(), Client()
     other.buried.set()
     async with asyncio.timeout(5):
-        await ending.finished(cast(Any, {"a": stuck, "b": other}), time.monotonic())
+        await broker.finished(cast(Any, {"a": stuck, "b": other}), time.monotonic())
     assert (stuck.durable, other.durable) == (False, True)
 
 
@@ -42,5 +42,5 @@ async def test_what_takes_a_moment_is_waited_for_though_the_time_is_up() -> None
     client = Client()
     asyncio.get_running_loop().call_later(0.05, client.buried.set)
     async with asyncio.timeout(5):
-        await ending.finished(cast(Any, {"a": client}), time.monotonic())
+        await broker.finished(cast(Any, {"a": client}), time.monotonic())
     assert client.durable

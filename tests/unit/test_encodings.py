@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from penstock.model.batch import EventBatch
 from penstock.model.errors import InvalidInput, MissingExtra, ProtocolViolation
-from penstock.wire import encodings as marking
+from penstock.wire import encodings, protobuf
 from penstock.wire import message as say
-from penstock.wire import protobuf
 from penstock.wire.encodings import MAX_EVENTS, MESSAGES, for_mark, from_mark, marks
 from penstock.wire.frame import Frame, Kind, Mark
 
@@ -146,7 +145,7 @@ def test_without_the_library_the_mark_is_not_offered(monkeypatch: pytest.MonkeyP
         monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "google.protobuf.message_factory", None)  # type: ignore[arg-type]
     assert marks() == ("raw", "json")
-    marking.wire.cache_clear()
+    encodings.wire.cache_clear()
     with pytest.raises(MissingExtra, match=r"penstock\[protobuf\]"):
         protobuf.Wire([say.Feed])
 
@@ -155,6 +154,6 @@ def test_a_client_cannot_use_a_mark_the_broker_lacks(monkeypatch: pytest.MonkeyP
     def absent() -> protobuf.Wire:
         raise MissingExtra("no library", extra="protobuf")
 
-    monkeypatch.setattr(marking, "wire", absent)
+    monkeypatch.setattr(encodings, "wire", absent)
     with pytest.raises(MissingExtra):
         from_mark(Frame(Kind.FETCH, 1, b"\x08\x03", mark=Mark.PROTOBUF))

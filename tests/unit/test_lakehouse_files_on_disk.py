@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 import sqlalchemy
 
-from penstock.pipelines.lakehouse import files as stable
+from penstock.pipelines.lakehouse import files
 from penstock.pipelines.lakehouse.compaction import compact
 from penstock.pipelines.lakehouse.files import PartitionWriter
 from penstock.pipelines.lakehouse.table import Cut
@@ -64,7 +64,7 @@ def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watch:
             made.synced(descriptor)
 
         monkeypatch.setattr(os, name, noted)
-    stable._named.clear()
+    files._named.clear()
     return made
 
 

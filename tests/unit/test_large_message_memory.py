@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from penstock.transport import tcp as room
+from penstock.transport import tcp
 
 MIB = 1 << 20
 DEADLINE_S = 20.0
@@ -22,7 +22,7 @@ def mapped_mb() -> float:
 
 
 def test_a_view_keeps_it_and_the_last_one_gives_it_back():
-    whole = room.large_room(64 * MIB)
+    whole = tcp.large_room(64 * MIB)
     np.frombuffer(whole, dtype=np.uint8)[:] = 7
     full = mapped_mb()
     part = whole[MIB : MIB + 3]
@@ -38,14 +38,14 @@ def test_a_view_keeps_it_and_the_last_one_gives_it_back():
 
 
 def test_it_goes_back_from_any_thread():
-    held = [room.large_room(MIB)]
+    held = [tcp.large_room(MIB)]
     thread = threading.Thread(target=held.clear)
     thread.start()
     thread.join()
     assert held == []
-    assert len(room.large_room(MIB)) == MIB
+    assert len(tcp.large_room(MIB)) == MIB
 
 
 def test_too_much_is_an_error():
     with pytest.raises(OSError, match="memory"):
-        room.large_room(1 << 60)
+        tcp.large_room(1 << 60)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from penstock.engines.broker.engine import wish
 from penstock.engines.engine import Subscribe
 from penstock.model.errors import ProtocolViolation
-from penstock.wire import limits as bound
+from penstock.wire import limits
 from penstock.wire import message as say
 from penstock.wire.encodings import MESSAGES, for_mark, wire
 from penstock.wire.frame import Frame, Kind, Mark
@@ -121,9 +121,9 @@ def test_every_kind_has_its_limit(kind: Kind) -> None:
 @pytest.mark.parametrize(
     ("kind", "most"),
     [
-        (Kind.PUBLISH, bound.MAX_VALUES),
-        (Kind.HELLO, bound.MAX_VALUES),
-        (Kind.SETTLE, bound.MAX_SETTLE_VALUES),
+        (Kind.PUBLISH, limits.MAX_VALUES),
+        (Kind.HELLO, limits.MAX_VALUES),
+        (Kind.SETTLE, limits.MAX_SETTLE_VALUES),
     ],
 )
 def test_a_message_holds_so_many_values(kind: Kind, most: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import penstock
-from penstock.cli import quota_simulation as traffic_module
+from penstock.cli import quota_simulation
 from penstock.cli.quota_simulation import Batch, Traffic, read_traffic, rehearse, run
 from penstock.core.admission import AdmissionLimits, TenantLimits
 
@@ -107,7 +107,7 @@ async def test_the_window_and_the_bound_keep_the_newest(
     newest_us = everything[-1].time_us
     window_s = (newest_us - everything[-3].time_us) / S
     assert read_traffic(tmp_path / "data", settings, window_s).batches == everything[-3:]
-    monkeypatch.setattr(traffic_module, "MAX_BATCHES", 3)
+    monkeypatch.setattr(quota_simulation, "MAX_BATCHES", 3)
     cut = read_traffic(tmp_path / "data", settings, 3_600)
     assert cut.cut
     assert cut.batches == everything[-3:]

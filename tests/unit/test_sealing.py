@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.log import sealing as rewrite
+from penstock.log import sealing
 from penstock.log.manifest import Manifest
 from penstock.log.memory_disk import MemoryDisk
 from penstock.log.sealing import (
@@ -41,12 +41,12 @@ def batch(topic, base, count=1, time_us=0, size=4) -> EventBatch:
 
 
 def journal(*batches):
-    return lambda disk, base, end: rewrite.packed(batches)
+    return lambda disk, base, end: sealing.packed(batches)
 
 
 def seal(disk, manifest, *batches, options=SMALL, end=1):
     job = Job(first_id=manifest.next_id, settings=options, journal=[JournalInput(0, end)])
-    result = rewrite.run(disk, job, journal(*batches))
+    result = sealing.run(disk, job, journal(*batches))
     manifest.apply(result.added, result.removed, sealed_to=result.sealed_to, at_us=0)
     return result
 
@@ -54,7 +54,7 @@ def seal(disk, manifest, *batches, options=SMALL, end=1):
 def merge_all(disk, manifest, options=SMALL):
     rewritten = 0
     while job := plan_merge(manifest, options):
-        result = rewrite.run(disk, job, journal())
+        result = sealing.run(disk, job, journal())
         manifest.apply(result.added, result.removed, at_us=0)
         for info in job.segments:
             disk.remove(info.path)
@@ -165,18 +165,18 @@ def test_a_rewrite_that_changes_an_event_is_found_before_its_inputs_go(disk, man
     for turn in range(4):
         seal(disk, manifest, batch("a", turn))
     job = plan_merge(manifest, SMALL)
-    real = rewrite._read_inputs
+    real = sealing._read_inputs
 
     def tampered(*arguments):
         batches, size = real(*arguments)
-        return [*batches[:-1], *rewrite.packed([batch("a", batches[-1].base_offset, size=9)])], size
+        return [*batches[:-1], *sealing.packed([batch("a", batches[-1].base_offset, size=9)])], size
 
-    monkeypatch.setattr(rewrite, "_read_inputs", tampered)
+    monkeypatch.setattr(sealing, "_read_inputs", tampered)
     with pytest.raises(Corrupted, match="did not keep 'a' partition 0 offsets 3 to 3"):
-        rewrite.run(disk, job, journal())
-    monkeypatch.setattr(rewrite, "_read_inputs", lambda *arguments: (real(*arguments)[0][:-1], 0))
+        sealing.run(disk, job, journal())
+    monkeypatch.setattr(sealing, "_read_inputs", lambda *arguments: (real(*arguments)[0][:-1], 0))
     with pytest.raises(Corrupted, match="did not keep"):
-        rewrite.run(disk, job, journal())
+        sealing.run(disk, job, journal())
     assert all(disk.exists(info.path) for info in manifest.segments())
 
 

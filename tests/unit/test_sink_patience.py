@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from penstock.model.errors import Deferred, Dropped, Rejected, Throttled
-from penstock.pipelines import sink as outgoing
+from penstock.pipelines import sink
 
 ROWS = pa.record_batch({"topic": ["a", "a"], "payload": [b"1", b"2"]})
 
@@ -38,9 +38,9 @@ class Busy:
 
 
 async def published(bus: Busy) -> bool:
-    outlet = outgoing.Outlet.__new__(outgoing.Outlet)
+    outlet = sink.Outlet.__new__(sink.Outlet)
     outlet.bus = bus  # type: ignore[assignment]
-    batch = outgoing.Batch("query/1", None, "raw", 1 << 20, "spark.plans")
+    batch = sink.Batch("query/1", None, "raw", 1 << 20, "spark.plans")
     return await outlet._publish(lambda: iter([ROWS]), batch)
 
 
@@ -57,7 +57,7 @@ async def test_what_waiting_cannot_help_is_told_at_once(monkeypatch: pytest.Monk
     bus = Busy(Dropped("too large", retry_after_s=0.0))
     with pytest.raises(Dropped):
         await published(bus)
-    monkeypatch.setattr(outgoing, "BUSY_S", 0.01)
+    monkeypatch.setattr(sink, "BUSY_S", 0.01)
     bus = Busy(*[Deferred("full", retry_after_s=0.002)] * 100)
     with pytest.raises(Deferred):
         await published(bus)

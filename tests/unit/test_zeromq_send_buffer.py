@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from penstock.transport import zeromq as zmq_outbox
+from penstock.transport import zeromq
 from penstock.transport.zeromq import MARK_BYTES, WINDOW_BYTES, ZmqOutbox
 
 
@@ -60,7 +60,7 @@ async def test_pending_bytes_are_counted(
     total = count * size
     # In the buffers of both sides there is room for a little more than the marks leave out.
     assert total - MARK_BYTES - 3 * size - (1 << 20) <= send_buffer.pending_bytes()
-    assert send_buffer.pending_bytes() <= total + count * 2 * (zmq_outbox.PART_COST_BYTES + 5)
+    assert send_buffer.pending_bytes() <= total + count * 2 * (zeromq.PART_COST_BYTES + 5)
     assert send_buffer._held_bytes <= WINDOW_BYTES + MARK_BYTES + size + 200
     for number in range(count):
         head, part = await asyncio.to_thread(reader.recv_multipart)
