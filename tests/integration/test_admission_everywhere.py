@@ -1,4 +1,4 @@
-"""Every way of publishing asks for admission: transactions and delayed events too (T11, X5)."""
+"""Every way of publishing passes admission: transactions and delayed events too (T11, X5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is gone holds nothing: closed, cancelled and refused subscriptions, deleted groups (T4, T5, Q6, T11)."""
+"""Closed, cancelled and refused subscriptions and deleted groups hold nothing (T4, T5, Q6, T11)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client that knows no msgpack and no batches (row Q1), against a real broker."""
+"""A client without msgpack and batches uses a real broker in JSON or protobuf (row Q1)."""
 
 from __future__ import annotations
 

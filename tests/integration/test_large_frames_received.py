@@ -1,4 +1,4 @@
-"""Row T13: a large compressed frame is expanded beside the loop, and nothing overtakes it."""
+"""A large compressed frame is decoded in a thread while its connection keeps its order (row T13)."""
 
 from __future__ import annotations
 

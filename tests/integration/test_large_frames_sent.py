@@ -1,4 +1,4 @@
-"""Row T13: a large frame to a client is compressed beside the loop, and nothing overtakes it."""
+"""A large frame to a client is compressed in a thread while its connection keeps its order (row T13)."""
 
 from __future__ import annotations
 

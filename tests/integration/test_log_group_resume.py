@@ -1,4 +1,4 @@
-"""What a log subscription has in hand does not come again when the broker is killed (Q13, Q6)."""
+"""Events that a log subscription holds are not delivered again after the broker was killed (Q13, Q6)."""
 
 from __future__ import annotations
 

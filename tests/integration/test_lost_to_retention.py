@@ -1,4 +1,4 @@
-"""What retention takes before a group has read it is counted, logged, shown, and no lag any more (C13)."""
+"""Events that retention deletes before a group read them are counted, logged and shown, and leave its lag (C13)."""
 
 from __future__ import annotations
 

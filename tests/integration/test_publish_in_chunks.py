@@ -1,4 +1,4 @@
-"""A tenant ahead of its rate is served in helpings, and nothing of a frame is lost or stored twice (T11, X2)."""
+"""A frame of a tenant over its rate is stored in chunks: nothing lost, nothing twice (T11, X2)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DEADLINE_S = 30.0
 
 @asynccontextmanager
 async def busy(url: str) -> AsyncIterator[None]:
-    """Another tenant's publisher, all the time: whoever is patient waits for it."""
+    """Another tenant's publisher, all the time: tenants over their rate wait for it."""
 
     async def publish(bus: penstock.Bus) -> None:
         while True:
@@ -61,10 +61,10 @@ def told_apart(payload: bytes) -> bytes:
     return b".".join(payload.split(b".", 3)[:3])
 
 
-async def test_a_frame_is_stored_in_helpings_that_go_with_commits_of_others(
+async def test_a_frame_is_stored_in_chunks_that_go_with_commits_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    helpings: list[int] = []
+    chunks: list[int] = []
     publish = Bundle.publish
 
     async def watched(
@@ -75,7 +75,7 @@ async def test_a_frame_is_stored_in_helpings_that_go_with_commits_of_others(
         patience_s: float = 0.0,
     ) -> list[Answer]:
         if drafts[0].topic == TOPIC and patience_s:
-            helpings.append(sum(draft.batch.size_bytes for draft in drafts))
+            chunks.append(sum(draft.batch.size_bytes for draft in drafts))
         return await publish(self, drafts, note, ready, patience_s)
 
     monkeypatch.setattr(Bundle, "publish", watched)
@@ -92,14 +92,14 @@ async def test_a_frame_is_stored_in_helpings_that_go_with_commits_of_others(
             commits = daemon.engine.commits.commits - before
         offsets = [receipt.offset for receipt in receipts]
         assert offsets == list(range(RATE_PER_S // 2, RATE_PER_S // 2 + BATCHES * EVENTS, EVENTS))
-        assert len(helpings) >= 3
-        assert max(helpings) <= HELPING_BYTES + SLACK_BYTES < COMPANY_BYTES
-        assert commits >= len(helpings), "each with one of others, or alone"
+        assert len(chunks) >= 3
+        assert max(chunks) <= HELPING_BYTES + SLACK_BYTES < COMPANY_BYTES
+        assert commits >= len(chunks), "each with one of others, or alone"
     finally:
         await daemon.stop()
 
 
-async def test_of_a_frame_in_helpings_nothing_is_lost_or_stored_twice(tmp_path: Path) -> None:
+async def test_of_a_frame_in_chunks_nothing_is_lost_or_stored_twice(tmp_path: Path) -> None:
     """Q13: the broker is killed after some of them; the client sends the frame again."""
     flags = {"admission__tenants": {"acme": {"events_per_s": RATE_PER_S}}}
     with BrokerProcess(tmp_path / "data").start(**flags) as broker:
@@ -113,7 +113,7 @@ async def test_of_a_frame_in_helpings_nothing_is_lost_or_stored_twice(tmp_path: 
                 await bus.publish_many(TOPIC, [b"ahead.%d.0." % number] * (RATE_PER_S // 4))
                 before, made = await stored(bus), batches(number)
                 calls = [asyncio.create_task(bus.publish_many(TOPIC, each)) for each in made]
-                while await stored(bus) <= before:  # not yet the first helping
+                while await stored(bus) <= before:  # not yet the first chunk
                     await asyncio.sleep(0)
                 await asyncio.to_thread(broker.kill)
                 await asyncio.to_thread(broker.start, **flags)
@@ -127,4 +127,4 @@ async def test_of_a_frame_in_helpings_nothing_is_lost_or_stored_twice(tmp_path: 
             found = [told_apart(event.payload) async for event in bus.replay(TOPIC)]
         assert [each for each in found if not each.startswith(b"ahead")] == expected
         if not in_part:
-            pytest.skip("the machine is too busy: no kill fell between two helpings")
+            pytest.skip("the machine is too busy: no kill fell between two chunks")

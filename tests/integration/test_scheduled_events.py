@@ -1,4 +1,4 @@
-"""What is scheduled comes, whatever else was scheduled beside it, and a full disk costs no tick (T7, T11)."""
+"""Scheduled events are published when due, next to bad ones and after a full disk (T7, T11)."""
 
 from __future__ import annotations
 

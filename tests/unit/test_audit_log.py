@@ -1,4 +1,4 @@
-"""The audit log on disk: durable, recoverable, and honest about every missing piece (row T9)."""
+"""The audit log on disk survives crashes, and names every missing piece (row T9)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client publishes: how it is laid into frames, and how long it waits for a place in one (T1, T4)."""
+"""`RemotePublisher` lays drafts into frames, and bounds the wait for room in one (T1, T4)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DEADLINE_S = 1.0
 SLACK_S = 0.6  # of a busy machine; well below another deadline
 
 
-class Outlet:
+class Link:
     """In place of a connection: notes what is sent, and answers when the test wants it."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Outlet:
         self.answer(frame)
 
 
-def publisher_over(link: Outlet | None, **client: Any) -> tuple[Any, RemotePublisher]:
+def publisher_over(link: Link | None, **client: Any) -> tuple[Any, RemotePublisher]:
     flags = {f"client.{name}": value for name, value in client.items()}
     settings = load(None, {}, {"client.deadline_s": DEADLINE_S, **flags}).client
     channel: Any = Channel(lambda: link, settings, say.Hello("c"))  # type: ignore[arg-type, return-value]
@@ -106,7 +106,7 @@ async def test_the_deadline_counts_from_the_publish_with_no_broker_in_reach() ->
 
 async def test_who_found_no_place_behind_a_silent_broker_was_not_sent() -> None:
     """T4: what was sent may take effect; what waited behind it cannot, and its caller hears that."""
-    link = Outlet()
+    link = Link()
     _, publisher = publisher_over(link)
     answers = await asyncio.gather(*await each_in_its_own_frame(publisher, MAX_UNDER_WAY + 10))
     kinds = [type(error) for _, error in answers]
@@ -118,7 +118,7 @@ async def test_who_found_no_place_behind_a_silent_broker_was_not_sent() -> None:
 
 async def test_those_who_waited_are_sent_when_there_is_room() -> None:
     """T1: behind them nobody is refused."""
-    link = Outlet()
+    link = Link()
     channel, publisher = publisher_over(link)
     tasks = await each_in_its_own_frame(publisher, MAX_UNDER_WAY + 10)
     assert len(link.sent) == MAX_UNDER_WAY
@@ -132,7 +132,7 @@ async def test_those_who_waited_are_sent_when_there_is_room() -> None:
 
 async def test_who_waited_for_a_place_has_only_the_rest_of_its_time() -> None:
     """T4: and what is much younger goes into the next frame, for a frame has the time of its oldest."""
-    link = Outlet()
+    link = Link()
     channel, publisher = publisher_over(link)
     earlier = await each_in_its_own_frame(publisher, MAX_UNDER_WAY)
     waited = await each_in_its_own_frame(publisher, 1)
@@ -149,7 +149,7 @@ async def test_who_waited_for_a_place_has_only_the_rest_of_its_time() -> None:
 
 async def test_a_publish_that_lingers_keeps_half_its_time_for_the_broker() -> None:
     """T4, Y3: `linger_ms` may be longer than the deadline; nothing would ever be sent in time."""
-    link = Outlet()
+    link = Link()
     _, publisher = publisher_over(link, linger_ms=1_000, deadline_s=0.3)
     seconds, error = await timed(publisher, draft(b"x"))
     assert isinstance(error, errors.ConnectionLost)
@@ -162,7 +162,7 @@ async def test_a_publish_that_lingers_keeps_half_its_time_for_the_broker() -> No
 
 async def test_small_drafts_never_make_a_frame_that_is_too_large() -> None:
     """T1: each would fit alone; together they are cut to what the broker takes."""
-    link = Outlet()
+    link = Link()
     channel, publisher = publisher_over(link)
     channel.frame_bytes = 100_000
     tasks = [asyncio.create_task(timed(publisher, draft(bytes(20_000)))) for _ in range(10)]
@@ -206,7 +206,7 @@ WIDE = Limits(max_headers=1_024, max_headers_bytes=1 << 20)
 
 async def test_no_message_is_longer_than_a_broker_reads_uncounted() -> None:
     """T1: many small drafts are split over frames, whatever of them takes the room."""
-    link = Outlet()
+    link = Link()
     channel, publisher = publisher_over(link)
     link.answer = lambda frame: stored(channel, frame)
     drafts = []
@@ -227,7 +227,7 @@ async def test_no_frame_is_larger_than_the_least_that_a_broker_takes(
     size: int, column: str
 ) -> None:
     """T1: names and lengths count, too: of small events they take most of a frame."""
-    link = Outlet()
+    link = Link()
     channel, publisher = publisher_over(link, deadline_s=30.0)
     channel.frame_bytes = 64 << 10
     link.answer = lambda frame: stored(channel, frame)
@@ -295,7 +295,7 @@ def test_a_draft_arrives_as_it_was_whatever_way_it_went(
 
 async def test_a_respite_measures_what_the_rate_does() -> None:
     """T11: payload bytes, whether a draft is laid out as a batch already or not."""
-    link = Outlet()
+    link = Link()
     _, publisher = publisher_over(link)
     refused = draft(b"x" * 500, b"y" * 500)
     refused.batch = refused.build()
@@ -314,7 +314,7 @@ async def test_a_respite_measures_what_the_rate_does() -> None:
 
 async def test_a_tenant_at_its_limit_gathers_and_keeps_nobody_waiting() -> None:
     """T11: a frame costs a broker about the same whatever is in it, and others wait for it."""
-    link = Outlet()
+    link = Link()
     channel, publisher = publisher_over(link)
     link.answer = lambda frame: stored(channel, frame)
     error = errors.Throttled("too fast", limit="events_per_s", retry_after_s=0.0)

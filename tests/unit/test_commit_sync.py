@@ -1,4 +1,4 @@
-"""How commits get onto the disk: by the loop, by the kernel beside it, or by a thread (Y1, T6)."""
+"""Commits are synced on the loop, by the kernel beside it, or in a thread (Y1, T6)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Delayed batches: what a batch says must not get lost while it waits for its time (T7, T13, Q1)."""
+"""A delayed batch keeps its keys, headers, tokens, times and priorities until it is due (T7, T13, Q1)."""
 
 from __future__ import annotations
 

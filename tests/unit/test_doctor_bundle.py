@@ -1,4 +1,4 @@
-"""Trend bundles: entries are added, columns grow, secrets stay out."""
+"""Trend bundles of `penstock doctor`: entries are added, columns grow, secrets stay out."""
 
 from __future__ import annotations
 

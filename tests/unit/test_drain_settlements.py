@@ -1,4 +1,4 @@
-"""The end of a broker: it makes durable what was settled, and waits for no disk that is full (T5, T8)."""
+"""`finished` makes settlements durable before the broker stops, and does not wait for a full disk (T5, T8)."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from penstock.server import broker
 
 
 class Client:
-    """A session with nothing in hand; what it settled is durable when the test says so."""
+    """A session that holds no events; its settlements are durable when the test says so."""
 
     link = None
 
     def __init__(self) -> None:
-        self.buried = asyncio.Event()
+        self.stored = asyncio.Event()
         self.durable = False
 
     async def finished(self, seconds: float) -> None: ...
 
     async def harden(self) -> None:
-        await self.buried.wait()
+        await self.stored.wait()
         self.durable = True
 
 
@@ -32,7 +32,7 @@ async def test_what_cannot_be_buried_does_not_hold_up_the_end(
 ) -> None:
     monkeypatch.setattr(broker, "HARDEN_S", 0.05)
     stuck, other = Client(), Client()
-    other.buried.set()
+    other.stored.set()
     async with asyncio.timeout(5):
         await broker.finished(cast(Any, {"a": stuck, "b": other}), time.monotonic())
     assert (stuck.durable, other.durable) == (False, True)
@@ -40,7 +40,7 @@ async def test_what_cannot_be_buried_does_not_hold_up_the_end(
 
 async def test_what_takes_a_moment_is_waited_for_though_the_time_is_up() -> None:
     client = Client()
-    asyncio.get_running_loop().call_later(0.05, client.buried.set)
+    asyncio.get_running_loop().call_later(0.05, client.stored.set)
     async with asyncio.timeout(5):
         await broker.finished(cast(Any, {"a": client}), time.monotonic())
     assert client.durable

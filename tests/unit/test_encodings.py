@@ -1,4 +1,4 @@
-"""Marks (row Q1): the same messages in JSON and protobuf, and hostile ones in both."""
+"""Messages in JSON and protobuf equal those in msgpack; hostile ones are refused in each (row Q1)."""
 
 from __future__ import annotations
 

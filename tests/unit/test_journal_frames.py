@@ -1,4 +1,4 @@
-"""Frames: whole or not there at all."""
+"""Frames of the journal are read whole or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a table in a folder names is on the disk first, in every format (S4)."""
+"""Files are on the disk before a table in a folder names them, in every format (S4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of large messages lives as long as anybody looks at it, and goes back then (T13)."""
+"""`large_room` returns memory to the system when the last view of it is gone (T13)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The old commands (row Q1): bytes both ways, and hostile ones."""
+"""Commands of old clients (row Q1): bytes both ways, and hostile ones."""
 
 from __future__ import annotations
 

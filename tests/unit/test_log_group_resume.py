@@ -1,4 +1,4 @@
-"""What a member of a log group has in hand: what it says, what is refused, what counts (Q13, Q6)."""
+"""A member of a log group names the ranges it still holds when it subscribes again (Q13, Q6)."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def test_a_client_says_nothing_before_it_has_something() -> None:
     assert Client().says() == []
 
 
-async def test_batches_behind_one_another_are_one_stretch() -> None:
+async def test_batches_behind_one_another_are_one_range() -> None:
     client = Client()
     await client.fetch(5, 8)
     await client.fetch(8, 10)
@@ -86,7 +86,7 @@ async def test_batches_behind_one_another_are_one_stretch() -> None:
         ((10, 12, 2), (10, 12, 2)),  # a reset, by chance to where it was
     ],
 )
-async def test_what_is_no_continuation_is_a_new_stretch(
+async def test_what_is_no_continuation_is_a_new_range(
     then: tuple[int, int, int], said: tuple[int, int, int]
 ) -> None:
     client = Client()

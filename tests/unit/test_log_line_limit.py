@@ -1,4 +1,4 @@
-"""Clients that are refused cost a few lines of the log a second, however many they are (T1, Q1)."""
+"""`LogQuota` limits the log lines a second that refused clients cause (T1, Q1)."""
 
 from __future__ import annotations
 

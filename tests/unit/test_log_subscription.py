@@ -1,4 +1,4 @@
-"""The broker's end of a log subscription: a batch is there until its client has it (Q6, T4)."""
+"""`LogSubscription` keeps a fetched batch until the client has it (Q6, T4)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Reader:
             self.batches.put_nowait(payload)
 
 
-class Outlet(LogSubscription):
+class Subscription(LogSubscription):
     """Answers with payloads."""
 
     def __init__(self, *payloads: bytes) -> None:
@@ -49,56 +49,62 @@ class Outlet(LogSubscription):
 
 
 async def test_the_same_request_gets_the_same_batch_however_often_it_comes() -> None:
-    outlet = Outlet(b"0", b"1")
-    assert [await outlet.ask(request) for request in (4, 4, 4, 6, 6)] == [b"0"] * 3 + [b"1"] * 2
+    subscription = Subscription(b"0", b"1")
+    assert [await subscription.ask(request) for request in (4, 4, 4, 6, 6)] == [b"0"] * 3 + [
+        b"1"
+    ] * 2
 
 
 async def test_a_fetch_that_was_answered_while_nobody_was_there_is_not_lost() -> None:
-    outlet = Outlet()
-    nobody_hears = asyncio.create_task(outlet.ask(4))
+    subscription = Subscription()
+    nobody_hears = asyncio.create_task(subscription.ask(4))
     await asyncio.sleep(0)
-    outlet.source.put(b"0", b"1")
+    subscription.source.put(b"0", b"1")
     await nobody_hears
-    assert [await outlet.ask(4), await outlet.ask(5)] == [b"0", b"1"]
+    assert [await subscription.ask(4), await subscription.ask(5)] == [b"0", b"1"]
 
 
 async def test_a_fetch_that_was_given_up_shares_its_batch_with_the_next() -> None:
-    outlet = Outlet()
-    both = asyncio.gather(outlet.ask(4), outlet.ask(5))
+    subscription = Subscription()
+    both = asyncio.gather(subscription.ask(4), subscription.ask(5))
     await asyncio.sleep(0)
-    outlet.source.put(b"0", b"1")
+    subscription.source.put(b"0", b"1")
     assert await both == [b"0", b"0"]
-    assert [await outlet.ask(4), await outlet.ask(5), await outlet.ask(6)] == [b"0", b"0", b"1"]
+    assert [await subscription.ask(4), await subscription.ask(5), await subscription.ask(6)] == [
+        b"0",
+        b"0",
+        b"1",
+    ]
 
 
 async def test_a_group_that_was_reset_reads_from_there() -> None:
-    outlet = Outlet(b"0", b"1")
-    assert await outlet.ask(4) == b"0"
-    outlet.source.resets += 1
-    assert await outlet.ask(4) == b"1"
-    assert await outlet.ask(4) == b"1"
+    subscription = Subscription(b"0", b"1")
+    assert await subscription.ask(4) == b"0"
+    subscription.source.resets += 1
+    assert await subscription.ask(4) == b"1"
+    assert await subscription.ask(4) == b"1"
 
 
 @pytest.mark.parametrize("later", ["answered", "waits"])
 async def test_what_is_gone_is_refused_and_never_the_next_in_its_place(later: str) -> None:
     """A client that fetches ahead lost two answers: only the later batch is still there."""
-    outlet = Outlet(b"0", *[b"1"] * (later == "answered"))
-    assert await outlet.ask(4) == b"0"
-    ahead = asyncio.create_task(outlet.ask(5))
+    subscription = Subscription(b"0", *[b"1"] * (later == "answered"))
+    assert await subscription.ask(4) == b"0"
+    ahead = asyncio.create_task(subscription.ask(5))
     await asyncio.sleep(0.01)
     with pytest.raises(DeliveryError, match="one batch at a time"):
-        await outlet.ask(4)
-    outlet.source.put(b"1", b"2")
-    assert [await ahead, await outlet.ask(5)] == [b"1", b"1"]
+        await subscription.ask(4)
+    subscription.source.put(b"1", b"2")
+    assert [await ahead, await subscription.ask(5)] == [b"1", b"1"]
 
 
 async def test_what_the_client_has_is_not_kept() -> None:
-    outlet = Outlet(b"0", b"1")
-    await outlet.ask(4)
-    outlet.forget_before(4)
-    assert await outlet.ask(4) == b"0"
-    outlet.forget_before(5)
-    assert outlet._last is None
+    subscription = Subscription(b"0", b"1")
+    await subscription.ask(4)
+    subscription.forget_before(4)
+    assert await subscription.ask(4) == b"0"
+    subscription.forget_before(5)
+    assert subscription._last is None
     with pytest.raises(DeliveryError, match="one batch at a time"):
-        await outlet.ask(4)
-    assert await outlet.ask(5) == b"1"
+        await subscription.ask(4)
+    assert await subscription.ask(5) == b"1"

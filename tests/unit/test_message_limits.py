@@ -1,4 +1,4 @@
-"""Rows Q1, Q7: what a message holds is counted without reading it, never too low."""
+"""Limits of protocol messages: the values inside are counted before decoding, never too low (rows Q1, Q7)."""
 
 from __future__ import annotations
 

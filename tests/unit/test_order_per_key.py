@@ -1,4 +1,4 @@
-"""Holdback: one event of a key at a time, and the most urgent first."""
+"""A group delivers one event of a key at a time, and higher priorities first."""
 
 from __future__ import annotations
 

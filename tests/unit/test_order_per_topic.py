@@ -1,4 +1,4 @@
-"""Who publishes to a topic stays behind those who were there before (X2)."""
+"""`TopicOrder` keeps the publishes of a session to one topic in the order they arrived (X2)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from penstock.server.publish import TopicOrder
 
 
 async def test_each_waits_for_those_before_it_at_its_topics() -> None:
-    line, seen = TopicOrder(), []
+    order, seen = TopicOrder(), []
 
     async def publish(name: str, *topics: str, prepare: asyncio.Event | None = None) -> None:
-        with line.join(topics) as place:
+        with order.join(topics) as turn:
             if prepare is not None:
                 await prepare.wait()
-            await place.turn()
+            await turn.turn()
             seen.append(name)
 
     slow, slower = asyncio.Event(), asyncio.Event()
@@ -28,7 +28,7 @@ async def test_each_waits_for_those_before_it_at_its_topics() -> None:
     for _ in range(5):
         await asyncio.sleep(0)
     assert seen == ["e"]
-    assert line.last.keys() == {"x", "y"}
+    assert order.last.keys() == {"x", "y"}
     slow.set()
     for _ in range(5):
         await asyncio.sleep(0)
@@ -36,27 +36,27 @@ async def test_each_waits_for_those_before_it_at_its_topics() -> None:
     slower.set()
     await asyncio.wait_for(asyncio.gather(*tasks), 10)
     assert seen == ["e", "a", "b", "c", "d"]
-    assert not line.last, "nothing is left behind"
+    assert not order.last, "nothing is left behind"
 
 
 async def test_who_gives_up_lets_nobody_pass_those_before_it() -> None:
-    line, first = TopicOrder(), None
-    first = line.join(["x"])
-    with line.join(["x"]):
+    order, first = TopicOrder(), None
+    first = order.join(["x"])
+    with order.join(["x"]):
         pass  # refused before its turn
-    last = line.join(["x"])
+    last = order.join(["x"])
     waiting = asyncio.create_task(last.turn())
     await asyncio.sleep(0.01)
     assert not waiting.done()
     first.leave()
     await asyncio.wait_for(waiting, 10)
     last.leave()
-    assert not line.last
+    assert not order.last
 
 
 async def test_a_cancelled_wait_leaves_the_others_alone() -> None:
-    line = TopicOrder()
-    first, second, third = (line.join(["x"]) for _ in range(3))
+    order = TopicOrder()
+    first, second, third = (order.join(["x"]) for _ in range(3))
     gone = asyncio.create_task(second.turn())
     await asyncio.sleep(0)
     gone.cancel()

@@ -1,4 +1,4 @@
-"""The broker's end of a queue subscription: what arrives goes out at once, in order (T4, Q7)."""
+"""`QueueSubscription` sends deliveries at once, in order, within the credit of the client (T4, Q7)."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Client:
         return self._delivery
 
 
-class Outlet(QueueSubscription):
+class Subscription(QueueSubscription):
     """Notes what it would send; a delivery that is an error fails."""
 
     def __init__(self, client: Client, inbox: Inbox) -> None:
@@ -94,33 +94,33 @@ def put(inbox: Inbox, *deliveries: Any) -> None:
 
 
 async def test_what_arrives_goes_out_within_the_call(inbox: Inbox) -> None:
-    outlet = Outlet(Client(), inbox)
+    subscription = Subscription(Client(), inbox)
     put(inbox, 1, 2)
-    assert outlet.sent == [1, 2]
-    await outlet.close()
+    assert subscription.sent == [1, 2]
+    await subscription.close()
 
 
 async def test_without_room_it_waits_and_nothing_overtakes(inbox: Inbox) -> None:
     client = Client()
-    outlet = Outlet(client, inbox)
+    subscription = Subscription(client, inbox)
     client.open.clear()
     put(inbox, 1)
     await asyncio.sleep(0.01)  # the task has it in hand
     client.open.set()
     put(inbox, 2, 3)  # there is room again, and the first is first
-    assert outlet.sent == []
+    assert subscription.sent == []
     async with asyncio.timeout(5):
-        while len(outlet.sent) < 3:
+        while len(subscription.sent) < 3:
             await asyncio.sleep(0)
     put(inbox, 4)
-    assert outlet.sent == [1, 2, 3, 4]
-    await outlet.close()
+    assert subscription.sent == [1, 2, 3, 4]
+    await subscription.close()
 
 
 async def test_without_room_it_is_leased_no_more(inbox: Inbox) -> None:
     """Q7: what waits for a client that does not read stays in the log, and not in memory."""
     client = Client()
-    outlet = Outlet(client, inbox)
+    subscription = Subscription(client, inbox)
     put(inbox, 1)
     assert not inbox.member.paused
     client.open.clear()
@@ -131,9 +131,9 @@ async def test_without_room_it_is_leased_no_more(inbox: Inbox) -> None:
     async with asyncio.timeout(5):
         while inbox.member.paused:
             await asyncio.sleep(0)
-    assert outlet.sent == [1, 2, 3]
+    assert subscription.sent == [1, 2, 3]
     assert client.pumped == [inbox.group]
-    await outlet.close()
+    await subscription.close()
 
 
 @pytest.mark.parametrize("room", [True, False])
@@ -141,7 +141,7 @@ async def test_a_delivery_that_fails_ends_the_feed_and_nothing_else(
     inbox: Inbox, caplog: pytest.LogCaptureFixture, room: bool
 ) -> None:
     client = Client()
-    outlet = Outlet(client, inbox)
+    subscription = Subscription(client, inbox)
     if not room:
         client.open.clear()
     put(inbox, ValueError("no such number"))
@@ -153,8 +153,8 @@ async def test_a_delivery_that_fails_ends_the_feed_and_nothing_else(
     assert "a feed failed" in caplog.text
     put(inbox, 5)
     await asyncio.sleep(0.01)
-    assert outlet.sent == []
-    await outlet.close()
+    assert subscription.sent == []
+    await subscription.close()
 
 
 async def test_whoever_puts_never_hears_of_it(
@@ -166,28 +166,28 @@ async def test_whoever_puts_never_hears_of_it(
     client, troubles = Client(), []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: troubles.append(context))
     client.link_fails = True
-    outlet = Outlet(client, inbox)
+    subscription = Subscription(client, inbox)
     put(inbox, ValueError("no such number"))
     await asyncio.sleep(0.01)
     assert (len(client.ended), len(troubles), left) == (1, 1, [inbox])
     monkeypatch.setattr(Client, "has_room", property(lambda client: 1 / 0))
     other = Inbox(cast(Any, None), Member("n", 10), left.append)
-    Outlet(client, other)
+    Subscription(client, other)
     put(other, 1)
     await asyncio.sleep(0.01)
     assert left == [inbox, other]
-    await outlet.close()
+    await subscription.close()
 
 
 async def test_a_feed_that_fails_does_not_end_the_one_that_was_opened_since(inbox: Inbox) -> None:
     client = Client()
-    outlet = Outlet(client, inbox)
+    subscription = Subscription(client, inbox)
     put(inbox, ValueError("no such number"))  # heard of in the next turn of the loop
-    await outlet.leave()
-    successor = Outlet(client, Inbox(cast(Any, None), Member("m", 10), lambda inbox: None))
+    await subscription.leave()
+    successor = Subscription(client, Inbox(cast(Any, None), Member("m", 10), lambda inbox: None))
     await asyncio.sleep(0.01)
     assert (client.ended, client.feeds) == ([], {FEED: successor})
-    await outlet.close()
+    await subscription.close()
     await successor.close()
 
 
@@ -195,24 +195,24 @@ async def test_a_feed_that_cannot_be_read_leaves_its_group(inbox: Inbox) -> None
     left: list[Inbox] = []
     inbox._leave = left.append
     client = Client()
-    outlet = Outlet(client, inbox)
+    subscription = Subscription(client, inbox)
     inbox.stop(Corrupted("the entry fails its checksum", path="a", position=0))
     await asyncio.sleep(0.01)
     assert [type(error) for _, error in client.ended] == [Corrupted]
     assert left == [inbox]
-    await outlet.close()
+    await subscription.close()
     assert left == [inbox]
 
 
 async def test_after_leaving_nothing_goes_out(inbox: Inbox) -> None:
-    outlet = Outlet(Client(), inbox)
-    await outlet.leave()
+    subscription = Subscription(Client(), inbox)
+    await subscription.leave()
     put(inbox, 1)
     await asyncio.sleep(0.01)
-    assert outlet.sent == []
+    assert subscription.sent == []
 
 
-def stretch(count: int) -> Any:
+def leased_range(count: int) -> Any:
     """Leased events, nothing settled."""
     lease: Any = SimpleNamespace(states=bytearray(count), attempt=1)
     return LeasedRange(cast(Any, None), lease, 0, count, lambda: 0.0, lambda group: None)
@@ -220,23 +220,23 @@ def stretch(count: int) -> Any:
 
 async def test_what_ran_out_is_let_go_of_and_what_is_out_stays(inbox: Inbox) -> None:
     """Q7, found by review: each lease that ran out was kept until the feed ended."""
-    outlet = Outlet(Client(), inbox)
-    out = [stretch(2) for _ in range(3 * SWEEP_LEAST)]
+    subscription = Subscription(Client(), inbox)
+    out = [leased_range(2) for _ in range(3 * SWEEP_LEAST)]
     for each in out:
         put(inbox, each)
         each.lease.states[0] = EXPIRED  # the other event is in somebody's hands
     for _ in range(2_000):
-        put(inbox, gone := stretch(2))
+        put(inbox, gone := leased_range(2))
         gone.lease.states[:] = bytes((EXPIRED, EXPIRED))
-        assert len(outlet.held) <= 2 * len(out) + 1
-    assert list(outlet.held.values())[: len(out)] == out
+        assert len(subscription.held) <= 2 * len(out) + 1
+    assert list(subscription.held.values())[: len(out)] == out
     for each in out:
         each.lease.states[1] = EXPIRED
     for _ in range(2 * len(out) + 2):
-        put(inbox, gone := stretch(1))
+        put(inbox, gone := leased_range(1))
         gone.lease.states[0] = EXPIRED
-    assert len(outlet.held) <= SWEEP_LEAST + 1
-    await outlet.close()
+    assert len(subscription.held) <= SWEEP_LEAST + 1
+    await subscription.close()
 
 
 class Tally(Client):
@@ -266,15 +266,15 @@ async def test_what_was_sent_is_not_kept(inbox: Inbox) -> None:
     batch = EventBatch.build("t", [b"1", b"2"])
     client = Tally()
     wanted = Subscribe("g", group.spec, "m", 10, Identity())
-    outlet = QueueSubscription(cast(Any, client), FEED, wanted, inbox)
+    subscription = QueueSubscription(cast(Any, client), FEED, wanted, inbox)
     inbox.put(LeasedBatch(group, lease, batch, lambda: 0.0, lambda group: None, lambda: 0))
-    [(number, held)] = outlet.held.items()
+    [(number, held)] = subscription.held.items()
     assert not hasattr(held, "batch")
-    outlet.settle(Settlement(number, 2, [0, 1]))
+    subscription.settle(Settlement(number, 2, [0, 1]))
     assert (held.open, client.counted) == (1, [(2, 2)])
-    outlet.settle(Settlement(number, 2, [1, 1]))
-    assert outlet.held == {}
-    await outlet.close()
+    subscription.settle(Settlement(number, 2, [1, 1]))
+    assert subscription.held == {}
+    await subscription.close()
 
 
 async def test_what_is_handed_out_after_later_events_of_its_lease_runs_out_too(
@@ -286,39 +286,39 @@ async def test_what_is_handed_out_after_later_events_of_its_lease_runs_out_too(
     member, now = group.join("m", 10), 0.0
     (lease,) = group.dispatch(now)
     wanted = Subscribe("g", group.spec, "m", 10, Identity())
-    outlet = QueueSubscription(cast(Any, Tally()), FEED, wanted, inbox)
+    subscription = QueueSubscription(cast(Any, Tally()), FEED, wanted, inbox)
     for base in (0, 3):
         batch = EventBatch.build("t", [b"x"] * 3)
         batch.base_offset = base
         inbox.put(LeasedBatch(group, lease, batch, lambda: now, lambda group: None, lambda: 0))
-    early, late = outlet.held
-    outlet.settle(Settlement(early, 1))
-    outlet.settle(Settlement(late, 3, [0, 3]))
+    early, late = subscription.held
+    subscription.settle(Settlement(early, 1))
+    subscription.settle(Settlement(late, 3, [0, 3]))
     now = 11.0
     assert group.dispatch(now) == []
     assert [STATES[state] for state in lease.states[:3]] == ["expired", "dispatched", "dispatched"]
     now = 100.0
-    outlet.settle(Settlement(early, 2, extends=[(1, 50.0)]))
-    outlet.settle(Settlement(early, 3))
+    subscription.settle(Settlement(early, 2, extends=[(1, 50.0)]))
+    subscription.settle(Settlement(early, 3))
     assert lease.deadlines[1:3] == [150.0, 110.0]
     group.dispatch(now := 111.0)
     assert [STATES[state] for state in lease.states[:3]] == ["expired", "dispatched", "expired"]
     group.leave(member.id, now)
     assert lease.open == 0
-    await outlet.close()
+    await subscription.close()
 
 
 async def test_what_a_client_came_back_without_is_taken_from_it(inbox: Inbox) -> None:
     client = Client()
-    outlet = Outlet(client, inbox)
-    put(inbox, first := stretch(2), stretch(1), done := stretch(1))
+    subscription = Subscription(client, inbox)
+    put(inbox, first := leased_range(2), leased_range(1), done := leased_range(1))
     done.lease.states[0] = ACKED
-    outlet.resume({1, 2})
+    subscription.resume({1, 2})
     assert client.taken == []
-    outlet.resume({1, 7})
+    subscription.resume({1, 7})
     assert client.taken == [(inbox, [first])]
-    assert list(outlet.held) == [1]
-    await outlet.close()
+    assert list(subscription.held) == [1]
+    await subscription.close()
 
 
 @pytest.mark.parametrize(("known", "skip", "fresh"), [(0, [], 4), (10, [3], 3), (12, [0, 3], 1), (14, [0], 0), (99, [], 0)])  # fmt: skip

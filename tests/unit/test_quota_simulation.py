@@ -1,4 +1,4 @@
-"""Rehearsing a quota change: recorded traffic through the admission machine."""
+"""The simulation of a quota change sends recorded traffic through the admission machine."""
 
 from __future__ import annotations
 

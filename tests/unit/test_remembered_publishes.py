@@ -1,4 +1,4 @@
-"""What a broker remembers of a session's publishes, and what it refuses beyond that (Q13, T4)."""
+"""`RequestWindow` bounds the unanswered publishes of a session to what deduplication remembers (Q13, T4)."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ def test_a_client_has_fewer_under_way_than_are_remembered() -> None:
 
 @pytest.mark.parametrize("stored", [0, 1, MOST - 1, MOST, MOST + 1, 3 * MOST])
 def test_what_may_have_been_stored_is_known_or_refused(stored: int) -> None:
-    known, recall = session(stored), RequestWindow()
+    known, window = session(stored), RequestWindow()
     for sequence in range(1, stored - MOST + 1):
         with pytest.raises(ConnectionLost) as raised:
-            recall.begin(sequence, known)
+            window.begin(sequence, known)
         assert raised.value.outcome == "unknown"
     for sequence in range(max(1, stored - MOST + 1), stored + 1):
         assert sequence in known.produced
-        recall.begin(sequence, known)
-        recall.end()
-    recall.begin(stored + 1, known)
+        window.begin(sequence, known)
+        window.end()
+    window.begin(stored + 1, known)
 
 
 def test_new_ones_are_refused_beyond_what_is_remembered_and_repeated_ones_never() -> None:
-    known, recall = session(10), RequestWindow()
+    known, window = session(10), RequestWindow()
     for sequence in range(11, 11 + MOST):
-        recall.begin(sequence, known)
+        window.begin(sequence, known)
     with pytest.raises(Deferred, match="nothing of this one was stored") as raised:
-        recall.begin(11 + MOST, known)
+        window.begin(11 + MOST, known)
     assert raised.value.retry_after_s > 0
-    recall.begin(10, known)  # came before, and is only told so
-    recall.end()
-    recall.end()
-    recall.begin(11 + MOST, known)
+    window.begin(10, known)  # came before, and is only told so
+    window.end()
+    window.end()
+    window.begin(11 + MOST, known)
 
 
 def test_who_cannot_come_back_may_have_as_many_as_it_likes() -> None:
-    recall = RequestWindow()
+    window = RequestWindow()
     for sequence in range(4 * MOST):
-        recall.begin(sequence, None)
+        window.begin(sequence, None)
 
 
 def test_what_is_stored_later_of_a_publish_does_not_hide_what_was_before() -> None:

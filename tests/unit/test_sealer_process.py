@@ -1,4 +1,4 @@
-"""Sealing in a process of its own: results and errors come back, deaths are survived, none outlive us."""
+"""`SealerProcess` returns results and errors, replaces a process that died, and leaves none behind."""
 
 from __future__ import annotations
 

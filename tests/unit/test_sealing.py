@@ -1,4 +1,4 @@
-"""Rewrites keep every event and leave a bounded number of files (X5, T6, Q3)."""
+"""Sealing and merging keep every event and leave a bounded number of files (X5, T6, Q3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said first goes out at once, the rest of a turn together."""
+"""`SendBuffer` writes the first bytes of a turn of the loop at once and the rest together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Side files: large payloads beside the journal, checked when they are put back."""
+"""Side files hold large payloads beside the journal; they are checked when they are read back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading ahead gives what the reader gives, and never outlives the one who asked (S1)."""
+"""`read_ahead` yields what its reader yields, and its thread ends with the caller (S1)."""
 
 from __future__ import annotations
 

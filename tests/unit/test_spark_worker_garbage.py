@@ -1,4 +1,4 @@
-"""Row S1: a worker does not look through its modules for garbage after every task."""
+"""A Spark worker freezes its modules once, so collections do not scan them after every task (row S1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tenants ahead of their rates, and large payloads, let others go first (T11, T13)."""
+"""`Courtesy` delays the publishes of tenants over their rate, `ReadPause` the reading of a client (T11, T13)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The writer's thread: one thing after another, results and errors brought back, nothing left at the end."""
+"""`WorkerThread` runs calls one after another, returns results and errors, and leaves nothing behind."""
 
 from __future__ import annotations
 

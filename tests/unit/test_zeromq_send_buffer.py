@@ -1,4 +1,4 @@
-"""Bytes on their way into libzmq: counted, bounded, in order."""
+"""`ZmqOutbox` counts and bounds the bytes on their way into libzmq, and keeps their order."""
 
 from __future__ import annotations
 
