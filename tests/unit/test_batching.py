@@ -27,7 +27,7 @@ from penstock.model.settings import Dedup, Media
 from penstock.model.token import TokenSource
 
 
-class Log:
+class Batching:
     """A batcher over an empty log."""
 
     def __init__(self, **media: Any) -> None:
@@ -61,9 +61,9 @@ def kinds(commit: Commit) -> list[int]:
 
 
 def test_small_drafts_of_one_topic_share_a_batch() -> None:
-    log = Log()
+    batching = Batching()
     work = [submit(draft(b"a")), submit(draft(b"b", b"c")), submit(draft(b"d"))]
-    commit, placed = log.place(*work)
+    commit, placed = batching.place(*work)
     assert kinds(commit) == [BATCH]
     (only,) = placed
     assert only.batch.payloads() == [b"a", b"b", b"c", b"d"]
@@ -79,7 +79,7 @@ def test_small_drafts_of_one_topic_share_a_batch() -> None:
 
 @pytest.mark.parametrize("other", [{"topic": "payments"}, {"tenant": "globex"}, {"codec": "json"}])
 def test_drafts_of_another_topic_tenant_or_codec_do_not(other) -> None:
-    commit, placed = Log().place(submit(draft(b"a")), submit(draft(b"b", **other)))
+    commit, placed = Batching().place(submit(draft(b"a")), submit(draft(b"b", **other)))
     assert kinds(commit) == [BATCH, BATCH]
     assert len(placed) == 2
 
@@ -87,24 +87,24 @@ def test_drafts_of_another_topic_tenant_or_codec_do_not(other) -> None:
 def test_keys_and_headers_of_merged_drafts_stay_with_their_events() -> None:
     first, second, third = draft(b"a"), draft(b"b"), draft(b"c")
     second.keys, third.headers = [b"k"], [{"h": "v"}]
-    _, ((batch, *_),) = Log().place(submit(first), submit(second), submit(third))
+    _, ((batch, *_),) = Batching().place(submit(first), submit(second), submit(third))
     assert [(e.key, dict(e.headers)) for e in batch] == [(None, {}), (b"k", {}), (None, {"h": "v"})]
 
 
 def test_large_drafts_keep_a_batch_of_their_own() -> None:
     large = draft(*[b"x"] * MERGE_EVENTS)
-    commit, _ = Log().place(submit(draft(b"a")), submit(large), submit(draft(b"b")))
+    commit, _ = Batching().place(submit(draft(b"a")), submit(large), submit(draft(b"b")))
     assert kinds(commit) == [BATCH, BATCH, BATCH]
 
 
 def test_several_drafts_and_entries_are_one_group_frame() -> None:
-    log = Log()
+    batching = Batching()
     work = submit(
         draft(b"a"),
         draft(b"b", topic="payments"),
         entries=[TopicPut("t", TopicSpec()), Acked("g", "t", 0, [0, 1])],
     )
-    commit, placed = log.place(work)
+    commit, placed = batching.place(work)
     assert kinds(commit) == [GROUP]
     body = b"".join(commit.entries[0][2])
     parts = list(read_group(memoryview(body)))
@@ -114,30 +114,30 @@ def test_several_drafts_and_entries_are_one_group_frame() -> None:
         assert EventBatch.decode(body[inner:]).payloads() == batch.payloads()
         assert bytes(encoded) == batch.encode()
     assert decode_entries(parts[2][2]) == work.written == work.entries
-    assert log.fold.state.topics == {"t": TopicSpec()}
+    assert batching.fold.state.topics == {"t": TopicSpec()}
 
 
 def test_entries_that_need_offsets_get_the_receipts() -> None:
     work = submit(draft(b"a", b"b"))
     seen = []
     work.when_taken = lambda receipts: seen.extend(receipts) or []
-    Log().place(work)
+    Batching().place(work)
     assert [(each.offset, each.count) for each in seen] == [(0, 2)]
 
 
 def test_append_times_never_run_backwards_in_a_partition() -> None:
-    log = Log()
+    batching = Batching()
     times = []
     for now_us in (10_000, 50_000, 20_000, 51_000):
-        _, ((batch, *_),) = log.place(submit(draft(b"a")), now_us=now_us)
+        _, ((batch, *_),) = batching.place(submit(draft(b"a")), now_us=now_us)
         times.append(batch.append_time_us)
     assert times == [10_000, 50_000, 50_000, 51_000]
 
 
 def test_offsets_go_on_while_commits_are_under_way() -> None:
-    log = Log()
-    _, ((first, log, *_),) = log.place(submit(draft(b"a", b"b")))
-    _, ((second, *_),) = log.place(submit(draft(b"c")))
+    batching = Batching()
+    _, ((first, log, *_),) = batching.place(submit(draft(b"a", b"b")))
+    _, ((second, *_),) = batching.place(submit(draft(b"c")))
     assert (first.base_offset, second.base_offset) == (0, 2)
     assert (log.next, log.end) == (3, 0), "nobody may see what is not committed"
 
@@ -153,9 +153,9 @@ def labelled(*numbers: int) -> Draft:
 
 
 def test_a_token_seen_before_gives_the_first_receipt() -> None:
-    log = Log()
+    batching = Batching()
     first, again = submit(labelled(7)), submit(labelled(7))
-    commit, placed = log.place(first, again)
+    commit, placed = batching.place(first, again)
     assert len(placed) == 1
     assert not first.receipts[0].duplicate
     assert again.receipts[0].duplicate
@@ -164,10 +164,10 @@ def test_a_token_seen_before_gives_the_first_receipt() -> None:
 
 
 def test_of_a_mixed_draft_only_what_is_new_is_stored() -> None:
-    log = Log()
-    log.place(submit(labelled(1, 2)))
+    batching = Batching()
+    batching.place(submit(labelled(1, 2)))
     work = submit(labelled(2, 3, 3, 1, 4))
-    _, ((batch, *_),) = log.place(work)
+    _, ((batch, *_),) = batching.place(work)
     assert batch.payloads() == [b"3", b"4"]
     parts = work.receipts[0].parts
     assert [part.offset for part in parts] == [1, 2, 2, 0, 3]
@@ -176,13 +176,13 @@ def test_of_a_mixed_draft_only_what_is_new_is_stored() -> None:
 
 def test_of_a_mixed_batch_only_what_is_new_is_stored() -> None:
     """T1: a draft that came over a wire as a batch; its new tokens are known from then on."""
-    log = Log()
-    log.place(submit(labelled(1, 2)))
+    batching = Batching()
+    batching.place(submit(labelled(1, 2)))
     for duplicates in ([True, False, True, True, False], [True] * 5):
         came = labelled(2, 3, 3, 1, 4)
         came.batch, came.payloads = EventBatch.decode(came.build().encode()), ()
         work = submit(came)
-        _, placed = log.place(work)
+        _, placed = batching.place(work)
         parts = work.receipts[0].parts
         assert [part.offset for part in parts] == [1, 2, 2, 0, 3]
         assert [part.duplicate for part in parts] == duplicates
@@ -193,18 +193,18 @@ def test_of_a_mixed_batch_only_what_is_new_is_stored() -> None:
 
 def test_a_repeat_within_one_draft_is_stored_once() -> None:
     work = submit(labelled(1, 1, 1))
-    _, ((batch, *_),) = Log().place(work)
+    _, ((batch, *_),) = Batching().place(work)
     assert batch.count == 1
     assert [part.offset for part in work.receipts[0].parts] == [0, 0, 0]
 
 
 @given(st.lists(st.lists(st.integers(0, 20), min_size=1, max_size=6), max_size=12))
 def test_every_token_is_stored_once_and_every_receipt_points_to_it(drafts) -> None:
-    log = Log()
+    batching = Batching()
     stored: dict[int, int] = {}
     for numbers in drafts:
         work = submit(labelled(*numbers))
-        _, placed = log.place(work)
+        _, placed = batching.place(work)
         for batch, *_ in placed:
             for event in batch:
                 assert int(event.payload) not in stored
@@ -242,9 +242,9 @@ def test_the_bound_on_what_a_draft_takes_is_one(payloads, keys, headers, labels)
 def test_what_compresses_is_compressed_and_what_does_not_is_left() -> None:
     import random
 
-    log = Log(compressor="zstd", compress_min_bytes=1_000)
-    _, ((soft, *_),) = log.place(submit(draft(b"a" * 10_000)))
-    _, ((hard, *_),) = log.place(submit(draft(random.Random(1).randbytes(10_000))))
-    _, ((tiny, *_),) = log.place(submit(draft(b"a" * 100)))
+    batching = Batching(compressor="zstd", compress_min_bytes=1_000)
+    _, ((soft, *_),) = batching.place(submit(draft(b"a" * 10_000)))
+    _, ((hard, *_),) = batching.place(submit(draft(random.Random(1).randbytes(10_000))))
+    _, ((tiny, *_),) = batching.place(submit(draft(b"a" * 100)))
     assert (soft.compressor, hard.compressor, tiny.compressor) == ("zstd", "none", "none")
     assert EventBatch.decode(soft.encode()).payloads() == [b"a" * 10_000]
