@@ -1,4 +1,4 @@
-"""A sink waits for a bus that has no room at the moment, and not for ever (S2, T11)."""
+"""A sink waits while its bus has no room, up to a deadline (S2, T11)."""
 
 from __future__ import annotations
 
