@@ -23,7 +23,7 @@ from penstock.core.schedule import parse_duration
 from penstock.model.arrow import TIME
 from penstock.model.errors import Corrupted, OffsetExpired
 from penstock.pipelines.columns import EVENT_COLUMNS, FAULT, LATE, VALUE, log_columns, plain
-from penstock.pipelines.failure import reading, tell_skipped
+from penstock.pipelines.failure import reading, warn_skipped
 from penstock.pipelines.payload import Decoder
 from penstock.pipelines.plan import Offsets, Split
 from penstock.pipelines.stores import store_at
@@ -83,7 +83,7 @@ class Reading(msgspec.Struct, frozen=True):
                     split, start=max(split.start, began.get(lane, 0)), stop=upto
                 )
                 if gone.start < upto:
-                    tell_skipped(gone)
+                    warn_skipped(gone)
             if upto < split.stop:
                 yield from store.rows(msgspec.structs.replace(split, start=upto), wanted)
 

@@ -38,7 +38,7 @@ from penstock.model.parameter import place
 from penstock.model.topic import is_wildcard
 from penstock.pipelines import rows as event_time
 from penstock.pipelines.columns import LATE, VALUE, check_schema, row_ddl
-from penstock.pipelines.failure import failpoint, plain_errors, tell_skipped
+from penstock.pipelines.failure import failpoint, plain_errors, warn_skipped
 from penstock.pipelines.options import (
     SINKS,
     SOURCES,
@@ -61,7 +61,7 @@ from penstock.pipelines.plan import (
     splits,
 )
 from penstock.pipelines.rows import Reading
-from penstock.pipelines.session import settle
+from penstock.pipelines.session import freeze_modules
 from penstock.pipelines.sink import BatchWriter, StreamWriter
 from penstock.pipelines.stores import Store, store_at
 
@@ -260,7 +260,7 @@ class _Reader:
         if self.reading.skip_expired:
             for gone in set(expired(begin, until, bounds)) - self._told:
                 self._told.add(gone)
-                tell_skipped(gone)
+                warn_skipped(gone)
 
     def newest_us(self, parts: Iterable[Split], so_far_us: int) -> int:
         """The newest event time of some events, from which lateness is counted."""
@@ -276,7 +276,7 @@ class _Reader:
             return
         failpoint("source.reading")
         yield from read_ahead(partition.rows(self.reading))
-        settle()
+        freeze_modules()
 
 
 @plain_errors
