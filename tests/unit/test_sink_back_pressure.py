@@ -38,10 +38,10 @@ class Busy:
 
 
 async def published(bus: Busy) -> bool:
-    outlet = sink.Outlet.__new__(sink.Outlet)
-    outlet.bus = bus  # type: ignore[assignment]
+    publisher = sink.BatchPublisher.__new__(sink.BatchPublisher)
+    publisher.bus = bus  # type: ignore[assignment]
     batch = sink.Batch("query/1", None, "raw", 1 << 20, "spark.plans")
-    return await outlet._publish(lambda: iter([ROWS]), batch)
+    return await publisher._publish(lambda: iter([ROWS]), batch)
 
 
 async def test_rows_are_offered_again_under_the_same_key() -> None:
