@@ -67,6 +67,7 @@ import os
 os.environ |= {environment!r}
 
 from penstock.pipelines.lakehouse.topics import sync_topics
+from penstock.pipelines.lakehouse.warehouse import Warehouse
 
 with Warehouse({lake!r}) as warehouse:
     sync_topics({log!r}, warehouse)
