@@ -26,7 +26,7 @@ from penstock.model import errors
 from penstock.model.errors import InvalidInput, PenstockError, PipelineFailed
 from penstock.pipelines.plan import Place, Split
 
-# -- Explaining a failed query -----------------------------------------------------------------------
+# -- explaining a failed query --------------------------------------------------------------------
 
 MAX_NAMED = 3
 """Ranges of offsets that a message names; the error's `splits` has them all."""
@@ -158,7 +158,7 @@ def _words(splits: list[Split], certain: bool) -> str:
     return f" {'at' if certain else 'in the batch of'} {'; '.join(named)}{more}"
 
 
-# -- Errors without a traceback ----------------------------------------------------------------------
+# -- errors without a traceback -------------------------------------------------------------------
 
 _HIDE = "SPARK_HIDE_TRACEBACK"
 """PySpark looks at it when it reports an error of a worker."""
@@ -204,7 +204,7 @@ def _plain(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-# -- Warnings from processes below the driver --------------------------------------------------------
+# -- warnings from processes below the driver -----------------------------------------------------
 
 MARK = "penstock warning: "
 _log = logging.getLogger("penstock.pipelines")
@@ -240,7 +240,7 @@ def relay_warning(line: str) -> bool:
     return True
 
 
-# -- Failpoints for tests ----------------------------------------------------------------------------
+# -- failpoints for tests -------------------------------------------------------------------------
 
 _passes: Counter[str] = Counter()
 

@@ -22,7 +22,7 @@ import pyarrow.json as pj
 from penstock.model.codec import Buffer, codecs, refuse_compressed_buffers
 from penstock.model.errors import DecodeFailed
 
-# -- Decoding ----------------------------------------------------------------------------------------
+# -- decoding -------------------------------------------------------------------------------------
 
 MAX_REASON_CHARS = 200
 ARROW, JSON, RAW = "arrow", "json", "raw"
@@ -327,7 +327,7 @@ def _plausible(value: Any, kind: pa.DataType) -> bool:
     return isinstance(value, str)
 
 
-# -- Arrow payloads of one schema --------------------------------------------------------------------
+# -- Arrow payloads of one schema -----------------------------------------------------------------
 
 MESSAGE = b"\xff\xff\xff\xff"
 END = MESSAGE + bytes(4)

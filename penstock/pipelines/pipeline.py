@@ -21,7 +21,7 @@ from penstock.model.errors import AlreadyExists, InvalidInput, NotFound
 from penstock.model.registry import did_you_mean
 from penstock.pipelines import builtin
 
-# -- Defining ----------------------------------------------------------------------------------------
+# -- defining -------------------------------------------------------------------------------------
 
 F = TypeVar("F", bound=Callable[..., Any])
 Mode = Literal["stream", "batch"]
@@ -152,7 +152,7 @@ def pipeline(
     return decorate
 
 
-# -- Finding by name ---------------------------------------------------------------------------------
+# -- finding by name ------------------------------------------------------------------------------
 
 FOLDER = "pipelines"
 """Where a project's own pipelines are looked for, unless another folder is named."""

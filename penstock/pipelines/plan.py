@@ -26,7 +26,7 @@ from pyspark.sql.datasource import (
 from penstock.model.errors import InvalidInput
 from penstock.model.topic import check_pattern, matches, tenant_of
 
-# -- Offsets and tasks -------------------------------------------------------------------------------
+# -- offsets and tasks ----------------------------------------------------------------------------
 
 Lane = tuple[str, int]
 Offsets = dict[Lane, int]
@@ -247,7 +247,7 @@ def splits(start: Place, end: Place, events: int) -> list[list[Split]]:
     return tasks
 
 
-# -- Filters -----------------------------------------------------------------------------------------
+# -- filters --------------------------------------------------------------------------------------
 
 PUSHDOWN = "SPARK_PENSTOCK_PUSHDOWN"
 """Set by `spark_session`, which also tells Spark to push filters to Python."""

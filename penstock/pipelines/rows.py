@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
 
 
-# -- Reading rows ------------------------------------------------------------------------------------
+# -- reading rows ---------------------------------------------------------------------------------
 
 
 class Reading(msgspec.Struct, frozen=True):
@@ -126,7 +126,7 @@ class _Shaper:
         return pa.field(name, array.type, nullable=name not in self._never_null)
 
 
-# -- Event time --------------------------------------------------------------------------------------
+# -- event time -----------------------------------------------------------------------------------
 
 AHEAD = "1m"
 """How far a producer's clock may be ahead of the log's."""

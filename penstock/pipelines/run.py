@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from penstock.pipelines.lakehouse.warehouse import Warehouse
 
 
-# -- Running -----------------------------------------------------------------------------------------
+# -- running --------------------------------------------------------------------------------------
 
 TOPIC, PAYLOAD = "topic", "payload"
 
@@ -165,7 +165,7 @@ def _read(
     return reader.format("penstock").options(**options).load()
 
 
-# -- Results -----------------------------------------------------------------------------------------
+# -- results --------------------------------------------------------------------------------------
 
 
 def as_events(result: DataFrame, made: Pipeline) -> DataFrame:
@@ -260,7 +260,7 @@ def check_goes_somewhere(made: Pipeline, route: Route) -> None:
         )
 
 
-# -- Checkpoints -------------------------------------------------------------------------------------
+# -- checkpoints ----------------------------------------------------------------------------------
 
 
 class Checkpoint(msgspec.Struct, frozen=True):

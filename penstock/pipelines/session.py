@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
-# -- Sessions ----------------------------------------------------------------------------------------
+# -- sessions -------------------------------------------------------------------------------------
 
 LOCAL = "local[*]"
 PUSHES = "spark.sql.python.filterPushdown.enabled"
@@ -203,7 +203,7 @@ def _adjusted(session: SparkSession, master: str | None, given: Mapping[str, str
     return session
 
 
-# -- Required packages -------------------------------------------------------------------------------
+# -- required packages ----------------------------------------------------------------------------
 
 COMMAND = "pip install 'penstock[spark]'"
 
@@ -269,7 +269,7 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, found[0].split("."))) if found else ()
 
 
-# -- Finding Java ------------------------------------------------------------------------------------
+# -- finding Java ---------------------------------------------------------------------------------
 
 OLDEST = 17
 NEWEST = 25
@@ -408,7 +408,7 @@ def write_launcher(java: Java, folder: Path) -> None:
     script.chmod(0o755)
 
 
-# -- Starting Java -----------------------------------------------------------------------------------
+# -- starting Java --------------------------------------------------------------------------------
 
 KEPT_LINES = 40
 """Lines of the Java process that an error shows: a Java exception with its cause."""
@@ -493,7 +493,7 @@ class _Printed:
         return " / ".join(self._last)
 
 
-# -- Packages for the workers of a cluster -----------------------------------------------------------
+# -- packages for the workers of a cluster --------------------------------------------------------
 
 PACKAGES = ("penstock", "pyspark_penstock")
 NAME = "penstock-packages.zip"
@@ -544,7 +544,7 @@ def _metadata() -> dict[str, str]:
     }
 
 
-# -- Garbage collection in workers -------------------------------------------------------------------
+# -- garbage collection in workers ----------------------------------------------------------------
 
 
 @functools.cache

@@ -56,7 +56,7 @@ from penstock.pipelines.failure import failpoint, plain_errors
 from penstock.pipelines.options import SinkOptions, sink_options
 from penstock.pipelines.stores import Connection, is_broker
 
-# -- Writers, as Spark calls them --------------------------------------------------------------------
+# -- writers, as Spark calls them -----------------------------------------------------------------
 
 QUERY_ID, BATCH_ID = "sql.streaming.queryId", "streaming.sql.batchId"
 
@@ -178,7 +178,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
         self._delivery.forget(messages)
 
 
-# -- Staging on the workers --------------------------------------------------------------------------
+# -- staging on the workers -----------------------------------------------------------------------
 
 INLINE_BYTES = 64 << 10
 """Rows that travel in a message: less than the 1 MiB up to which Spark sends a task's result directly."""
@@ -313,7 +313,7 @@ def _stem(name: str) -> str:
     return hashlib.blake2b(name.encode(), digest_size=12).hexdigest()
 
 
-# -- Publishing on the driver ------------------------------------------------------------------------
+# -- publishing on the driver ---------------------------------------------------------------------
 
 ENVELOPE = ("key", "headers", "event_time", "codec")
 JSON = "json"
@@ -572,7 +572,7 @@ def publisher_at(url: str, token: str | None) -> BatchPublisher:
     return _open[key]
 
 
-# -- Parts of a large batch --------------------------------------------------------------------------
+# -- parts of a large batch -----------------------------------------------------------------------
 
 BUCKETS = 4_096
 """With parts of 128 MiB each, a batch of 500 GiB still has buckets enough."""

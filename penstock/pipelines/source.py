@@ -63,7 +63,7 @@ from penstock.pipelines.session import freeze_modules
 from penstock.pipelines.sink import BatchWriter, StreamWriter
 from penstock.pipelines.stores import Store, store_at
 
-# -- Source ------------------------------------------------------------------------------------------
+# -- source ---------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 
@@ -390,7 +390,7 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
         return [Task(parts, late_before_us, bounds) for parts in tasks]
 
 
-# -- Reading ahead -----------------------------------------------------------------------------------
+# -- reading ahead --------------------------------------------------------------------------------
 
 AHEAD = 1  # pieces that wait; a second one would only take memory
 LOOK_S = 0.05  # between two checks whether the caller has ended

@@ -33,7 +33,7 @@ from penstock.model.topic import is_system, is_wildcard, matches
 from penstock.pipelines.columns import repeated
 from penstock.pipelines.plan import Bounds, Split
 
-# -- Stores ------------------------------------------------------------------------------------------
+# -- stores ---------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 
@@ -89,7 +89,7 @@ def close_stores() -> None:
         _open.popitem()[1].close()
 
 
-# -- A folder ----------------------------------------------------------------------------------------
+# -- a folder -------------------------------------------------------------------------------------
 
 # Columns that a segment's metadata gives for a whole range of rows, so they are not read.
 CONSTANT = ("topic", "partition", "offset")
@@ -244,7 +244,7 @@ def _pieces(rows: pa.RecordBatch, start: int) -> Iterator[tuple[int, pa.RecordBa
         yield start + begin + piece.num_rows, piece
 
 
-# -- A broker ----------------------------------------------------------------------------------------
+# -- a broker -------------------------------------------------------------------------------------
 
 
 class BrokerStore:
@@ -310,7 +310,7 @@ async def _some(batches: AsyncIterator[EventBatch]) -> list[EventBatch]:
     return some
 
 
-# -- Connections -------------------------------------------------------------------------------------
+# -- connections ----------------------------------------------------------------------------------
 
 
 def is_broker(url: str) -> bool:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from penstock.log.disk import Disk
 
 
-# -- The pipeline ------------------------------------------------------------------------------------
+# -- the pipeline ---------------------------------------------------------------------------------
 
 TASKS_PER_CORE = (
     4  # files differ in length; with several tasks each, no core waits long for another
@@ -180,7 +180,7 @@ def _as_row(spark: SparkSession, verdict: Verdict, files: int) -> DataFrame:
     return spark.createDataFrame([row], RESULT)
 
 
-# -- Walking one file --------------------------------------------------------------------------------
+# -- walking one file -----------------------------------------------------------------------------
 
 
 class Place(msgspec.Struct, frozen=True):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from penstock.bus.bus import Bus
 
 
-# -- The pipeline ------------------------------------------------------------------------------------
+# -- the pipeline ---------------------------------------------------------------------------------
 
 TAGS, BAD, LATE = "risk.tags.v1", "evidence.bad.v1", "evidence.late.v1"
 SOURCE_HEADER = "evidence-source"
@@ -166,7 +166,7 @@ def _no_headers() -> Column:
     return sql.expr("CAST(map() AS MAP<STRING, STRING>)")
 
 
-# -- Balancing the books -----------------------------------------------------------------------------
+# -- balancing the books --------------------------------------------------------------------------
 
 SHOWN = 5  # examples of events that do not add up, for a person to look at
 

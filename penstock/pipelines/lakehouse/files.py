@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 
-# -- Writing rows ------------------------------------------------------------------------------------
+# -- writing rows ---------------------------------------------------------------------------------
 
 # Rows wait until a row group is worth its overhead, but never so many that a worker, which Spark
 # gives about half a gigabyte, would notice.
@@ -175,7 +175,7 @@ def _key(keys: pa.RecordBatch, row: int) -> Key:
     return keys.column(0)[row].as_py(), keys.column(1)[row].as_py()
 
 
-# -- Maps from Spark ---------------------------------------------------------------------------------
+# -- maps from Spark ------------------------------------------------------------------------------
 
 TEXTS = pa.map_(pa.string(), pa.string())
 _decoder = msgspec.json.Decoder(list[dict[str, str | None] | None])
@@ -223,7 +223,7 @@ def _maps(texts: pa.Array) -> pa.Array:
     return pa.array([None if each is None else list(each.items()) for each in found], TEXTS)
 
 
-# -- Removing files that no table lists --------------------------------------------------------------
+# -- removing files that no table lists -----------------------------------------------------------
 
 
 def remove_old(
@@ -281,7 +281,7 @@ def _files(folder: str, properties: Mapping[str, str]) -> tuple[Any, list[Any]]:
     return fs, [each for each in fs.get_file_info(chosen) if each.type == FileType.File]
 
 
-# -- Durable files -----------------------------------------------------------------------------------
+# -- durable files --------------------------------------------------------------------------------
 
 MOST_REMEMBERED = 10_000  # folders; with more of them the cache starts again
 _named: set[tuple[str, int]] = set()

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from penstock.pipelines.lakehouse.warehouse import Warehouse
 
 
-# -- Tables ------------------------------------------------------------------------------------------
+# -- tables ---------------------------------------------------------------------------------------
 
 NAME_PROPERTY = "penstock.name"
 # Twelve tries with waits that double to a second: about seven seconds against a writer that never
@@ -339,7 +339,7 @@ def _iceberg_type(kind: pa.DataType) -> Any:
     return LongType() if pa.types.is_integer(kind) else DoubleType()
 
 
-# -- Durable metadata --------------------------------------------------------------------------------
+# -- durable metadata -----------------------------------------------------------------------------
 
 
 class StableFileIO(PyArrowFileIO):

@@ -19,7 +19,7 @@ import pyarrow as pa
 from penstock.model.errors import InvalidInput, SchemaMismatch, UnknownTable, Unsupported
 from penstock.pipelines.lakehouse.warehouse import Warehouse
 
-# -- Tables ------------------------------------------------------------------------------------------
+# -- tables ---------------------------------------------------------------------------------------
 
 REJECTED_SUFFIX = "__rejected"
 QUERY_PROPERTY = "penstock.query"
@@ -170,7 +170,7 @@ class ColumnsByName:
         )
 
 
-# -- Rows that fit -----------------------------------------------------------------------------------
+# -- rows that fit --------------------------------------------------------------------------------
 
 FAULT = "fault"
 SHOWN_CHARACTERS = (
@@ -340,7 +340,7 @@ def days_of(column: pa.Array) -> pa.Array:
     return column.cast(pa.date32()).cast(pa.int32())
 
 
-# -- Changing columns --------------------------------------------------------------------------------
+# -- changing columns -----------------------------------------------------------------------------
 
 Step = Literal["add", "widen"]
 AUTOMATIC: frozenset[Step] = frozenset({"add", "widen"})

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from penstock.log.segment import Range, SegmentInfo
 
 
-# -- Synchronising tables ----------------------------------------------------------------------------
+# -- synchronising tables -------------------------------------------------------------------------
 
 PRESENT_PROPERTY = "penstock.segments"
 # The log may remove a segment between our look at its manifest and at the file. It rewrites for
@@ -337,7 +337,7 @@ def _numbers(text: str) -> list[int]:
     return [n for first, _, last in spans for n in range(int(first), int(last or first) + 1)]
 
 
-# -- Copies of events in shared segments -------------------------------------------------------------
+# -- copies of events in shared segments ----------------------------------------------------------
 
 # Read at a time: as much as a row group of the log, so that a copy never needs more than two.
 READ_EVENTS = 65_536

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 
 from penstock.model.errors import InvalidInput
 
-# -- Events ------------------------------------------------------------------------------------------
+# -- events ---------------------------------------------------------------------------------------
 
 PEOPLE, AUCTIONS, BIDS = 1, 3, 46
 EPOCH = PEOPLE + AUCTIONS + BIDS
@@ -259,7 +259,7 @@ def _times(milliseconds: Any) -> pa.Array:
     return pa.array(milliseconds * 1000).view(TIME)
 
 
-# -- Random texts ------------------------------------------------------------------------------------
+# -- random texts ---------------------------------------------------------------------------------
 
 LETTERS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz", dtype=np.uint8)
 # Texts are cut out of one long text: that costs a copy each, and two are hardly ever the same.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming.readwriter import DataStreamReader
 
 
-# -- Queries -----------------------------------------------------------------------------------------
+# -- queries --------------------------------------------------------------------------------------
 
 WATERMARK = "4 seconds"
 WATERMARK_MS = 4_000
@@ -209,7 +209,7 @@ QUERIES: dict[str, Query] = {
 """The queries by name, in their order."""
 
 
-# -- Tables ------------------------------------------------------------------------------------------
+# -- tables ---------------------------------------------------------------------------------------
 
 
 def payload_ddl(table: str, columns: Iterable[str]) -> str:

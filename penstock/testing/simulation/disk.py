@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from penstock.log.disk import Bytes
 
 
-# -- The disk ----------------------------------------------------------------------------------------
+# -- the disk -------------------------------------------------------------------------------------
 
 UNLIMITED_BYTES = 1 << 40  # what a disk without a set capacity has: more than any run writes
 
@@ -354,7 +354,7 @@ def _parent(path: str) -> str:
     return path.strip("/").rpartition("/")[0]
 
 
-# -- Open files and the lock -------------------------------------------------------------------------
+# -- open files and the lock ----------------------------------------------------------------------
 
 
 class SimFile:
@@ -439,7 +439,7 @@ class SimLock:
             self._disk.holder = None
 
 
-# -- Bytes of one file -------------------------------------------------------------------------------
+# -- bytes of one file ----------------------------------------------------------------------------
 
 SECTOR_BYTES = 512  # what a disk writes at once; smaller than any page, so the harsher choice
 
@@ -647,7 +647,7 @@ def _land(pages: Pages, change: Change, start: int, end: int, cut: int, zeros: b
         pages.write(blank, bytes(end - blank))
 
 
-# -- Names -------------------------------------------------------------------------------------------
+# -- names ----------------------------------------------------------------------------------------
 
 Names = list[tuple[str, "SimInode | None"]]  # None: the name goes away
 
