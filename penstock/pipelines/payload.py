@@ -53,7 +53,7 @@ class Decoder:
     def decode(self, payloads: pa.Array, codec: Sequence[str]) -> tuple[pa.Array, pa.Array]:
         """Values, null where a payload does not fit, and the reasons."""
         names = np.asarray(codec, dtype=np.str_)
-        # Bytes that nobody named are JSON more often than not, as a sink writes them by default.
+        # Bytes without a codec are JSON more often than not, as a sink writes them by default.
         texts = (names == JSON) | (names == RAW)
         clean = [*self._arrow_parts(payloads, names == ARROW), *self._json_parts(payloads, texts)]
         if len(clean) == 1 and len(clean[0][0]) == len(payloads):
@@ -125,7 +125,7 @@ class Decoder:
             return None, f"does not fit the schema: {error}"[:MAX_REASON_CHARS]
 
     def _line(self, payload: bytes) -> bytes | None:
-        """The payload as the parser takes it, numbers as texts where texts are wanted; None is hopeless."""
+        """The payload as the parser takes it, numbers as texts where texts are wanted; None if it never will."""
         if not payload or b"\n" in payload:
             return None
         try:
@@ -201,7 +201,7 @@ def _are_objects(payloads: pa.Array) -> bool:
 def _halved(
     payloads: pa.Array, places: Any, parse: Callable[[pa.Array], pa.Array | None]
 ) -> Iterator[tuple[Any, pa.Array]]:
-    """Parse these; where the parser refuses, each half alone, and few not at all."""
+    """Parse these; where the parser refuses, each half alone, and a few rows not at all."""
     if not len(places):
         return
     values = parse(payloads.take(pa.array(places)))
@@ -266,7 +266,7 @@ def _of_base64(text: str) -> bytes:
 
 
 def _has_number_as_text(value: Any, kind: pa.DataType) -> bool:
-    """Whether a number or a truth stands where the schema has a text."""
+    """Whether a value is a number or a boolean where the schema has a text."""
     if pa.types.is_string(kind):
         return isinstance(value, int | float)
     if pa.types.is_struct(kind) and isinstance(value, dict):
@@ -393,7 +393,7 @@ def _of_one_row(payloads: pa.Array, head: bytes) -> Any:
     long_enough = np.flatnonzero(pc.binary_length(bodies).to_numpy() >= PREFIX_BYTES)
     starts = pc.binary_slice(bodies.take(pa.array(long_enough)), 4, PREFIX_BYTES)
     sizes = np.frombuffer(b"".join(starts.to_pylist()), "<u4").astype(np.int64)
-    # Batches of one schema and one row have metadata of one size, but for what somebody made up.
+    # Batches of one schema and one row have metadata of one size, except for forged ones.
     for size in np.unique(sizes)[:MAX_SCHEMAS]:
         places = long_enough[sizes == size]
         found[places] = _same_metadata(

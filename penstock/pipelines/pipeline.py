@@ -1,4 +1,4 @@
-"""Pipelines: functions from DataFrames to a DataFrame, with what a runner must know beside them.
+"""Pipelines: named functions from DataFrames to a DataFrame, with their inputs and outputs.
 
 The decorator `pipeline` returns the function it was given, so tests call it like any other. `discover`
 and `find` load the pipelines that come with Penstock, those of installed packages, and those of a folder.

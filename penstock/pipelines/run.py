@@ -114,7 +114,7 @@ def invoke(
     url: str = "",
     token: str | None = None,
 ) -> DataFrame:
-    """The function on these frames, with what else it asks for: `spark`, `url`, `token`, `params`."""
+    """The function on these frames, with those of `spark`, `url`, `token` and `params` it has as arguments."""
     wanted = inspect.signature(made.function).parameters
     offered = {"spark": spark, "url": url, "token": token}
     arguments: dict[str, Any] = {

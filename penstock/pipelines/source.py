@@ -89,7 +89,7 @@ class PenstockSource(DataSource):
         return row_ddl(options.columns, options.schema, late=late, comment=comment)
 
     def reader(self, schema: StructType) -> BatchReader:
-        """Read once; with filters pushed down where Spark was told to."""
+        """Read once; with filters pushed down if Spark was told to push them."""
         options = self._read_options(schema)
         pushing = os.environ.get(PUSHDOWN) == "1" if options.pushdown is None else options.pushdown
         return (PushingReader if pushing else BatchReader)(options, schema)
@@ -111,7 +111,7 @@ class PenstockSource(DataSource):
 
 
 class Task(InputPartition):
-    """Splits that one task reads, before which event time they are late, and where partitions began."""
+    """Splits that one task reads, the event time before which rows are late, and where partitions began."""
 
     def __init__(self, parts: Sequence[Split], late_before_us: int | None, bounds: Bounds) -> None:
         super().__init__(", ".join(map(str, parts)))
@@ -310,7 +310,7 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
         ).as_json()
 
     def _too_few(self, place: Place, bounds: Bounds) -> bool:
-        """Whether a batch should wait for more; not when the query is to end with what there is."""
+        """Whether a batch should wait for more events; never when the query ends with those there are."""
         least = self.options.min_events_per_trigger
         if least is None or self._until is not None:
             return False

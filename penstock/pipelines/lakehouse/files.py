@@ -184,7 +184,7 @@ _decoder = msgspec.json.Decoder(list[dict[str, str | None] | None])
 def maps_as_text(frame: DataFrame) -> tuple[DataFrame, tuple[str, ...]]:
     """The same rows with every map of texts as JSON, and the names of those columns.
 
-    Of all columns, Spark measures the batch anew for each row, and asking Arrow for the size of a map
+    Of all columns, Spark measures the whole batch after each row, and asking Arrow for the size of a map
     costs more than the rest of the row.
     """
     from pyspark.sql import functions as sql

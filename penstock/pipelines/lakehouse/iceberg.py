@@ -214,7 +214,7 @@ class IcebergTable:
         """Apply a change to the newest state and commit; start over when another writer was faster.
 
         `apply` sees the state its commit will be checked against. pyiceberg's own retries would
-        repeat a change on top of a state nobody looked at, and add a batch twice.
+        repeat a change on top of a state that was not checked, and add a batch twice.
         """
         from pyiceberg.exceptions import CommitFailedException, CommitStateUnknownException
         from sqlalchemy.exc import OperationalError

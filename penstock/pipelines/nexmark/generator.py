@@ -228,7 +228,7 @@ def _channels(seed: int) -> tuple[pa.Array, pa.Array]:
 
 
 def _some_person(rng: np.random.Generator, ids: Any) -> Any:
-    """Somebody active at that event, or about to come."""
+    """A person active at that event, or soon after it."""
     people = ids // EPOCH + 1
     active = np.minimum(people, ACTIVE_PEOPLE)
     return people - active + rng.integers(0, active + LEAD)
@@ -302,7 +302,7 @@ class Texts:
 
 
 def padded(rng: np.random.Generator, used_bytes: Any, average_bytes: int, texts: Texts) -> pa.Array:
-    """What brings records to an average size: between four and six fifths of what is missing."""
+    """Texts that bring records to an average size: each has 80 to 120 % of the missing bytes."""
     missing = np.maximum(average_bytes - used_bytes, 0)
     spread = np.rint(missing * 0.2).astype(np.int64)
     return texts.letters(rng, missing - spread + rng.integers(0, np.maximum(2 * spread, 1)))

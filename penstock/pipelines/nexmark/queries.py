@@ -82,7 +82,7 @@ def q2(bids: DataFrame) -> DataFrame:
 def q3(persons: DataFrame, auctions: DataFrame) -> DataFrame:
     """Who sells in OR, ID or CA in category 10, and which auctions?
 
-    Without a bound in time, as defined: a stream keeps every seller and every auction for ever.
+    Without a bound in time, as defined: a stream keeps every seller and every auction without end.
     """
     sellers = persons.where(f.col("state").isin("OR", "ID", "CA"))
     offers = auctions.where("category = 10").select(f.col("id").alias("auction"), "seller")

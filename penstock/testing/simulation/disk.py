@@ -123,7 +123,7 @@ class SimDisk:
         return range(first, first + count)
 
     def sync_opening(self, number: int) -> None:
-        """Sync a file by one of its openings: each hears once of what failed since it last did."""
+        """Sync a file by one of its openings: each reports once a sync that failed since its last one."""
         inode, told = self._openings[number]
         try:
             if inode.failed_syncs > told:
@@ -205,7 +205,7 @@ class SimDisk:
                 self.on_power_off()
 
     def crash(self) -> SimDisk:
-        """Cut the power, settle what was unsynced, and return the disk of the next life."""
+        """Cut the power, decide what of the unsynced changes survived, and return the disk of the next life."""
         self.power_off()
         self.counts["crash"] += 1
         lost = self.rng.choice(LOST_SHARES) if self.faults.lost is None else self.faults.lost
@@ -469,7 +469,7 @@ class Fate:
 
 
 class SimInode:
-    """One simulated file: live bytes, and what of them a crash may still take."""
+    """One simulated file: live bytes, and the changes that a crash may still lose."""
 
     __slots__ = ("_dropped", "_size_floor", "failed_syncs", "linked", "log", "number", "pages")
 
