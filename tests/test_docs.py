@@ -31,7 +31,7 @@ PAGES = [ROOT / "README.md", *sorted((DOCS / "guide").rglob("*.md"))]
 EVERY_PAGE = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 DEADLINE_S = 60
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-# Methods of Bus for engines, desks and transactions rather than for callers.
+# Methods of Bus for engines, the admin API and transactions rather than for callers.
 INNER = {"ask", "draft", "draft_many", "need", "place", "wall_us"}
 
 

@@ -1203,8 +1203,8 @@ async def test_a_consumer_that_settles_nothing_in_time_costs_no_memory(
                             refused -= 1
                         refused += 1
                 [session] = daemon.broker.sessions.values()
-                [outlet] = session.feeds.queues()
-                assert len(outlet.held) <= 2 * 10 + 1
+                [subscription] = session.feeds.queues()
+                assert len(subscription.held) <= 2 * 10 + 1
                 assert len(bus.engine._feeds[1].held) <= 2 * 10 + 1  # type: ignore[attr-defined]
                 assert bool(refused) == late
     finally:

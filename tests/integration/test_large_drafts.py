@@ -72,10 +72,10 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Threads:
         found.checked.append(threading.get_ident())
         return inbound(*args)
 
-    def compressed(layout: Batcher, batch: Any) -> None:
+    def compressed(batcher: Batcher, batch: Any) -> None:
         if batch.topic == "orders" and batch.compressor == "none":
             found.compressed.append(threading.get_ident())
-        compress(layout, batch)
+        compress(batcher, batch)
 
     monkeypatch.setattr(publish_module, "inbound", checked)
     monkeypatch.setattr(Batcher, "compress", compressed)
