@@ -15,7 +15,6 @@ import pytest
 
 import penstock
 from penstock.engines.embedded import runtime
-from penstock.engines.embedded import runtime as runtime_module
 from penstock.engines.embedded.runtime import (
     AT_ONCE,
     SLOW_WRITES,
@@ -90,7 +89,7 @@ class Writers:
 
         monkeypatch.setattr(Journal, "write", noted)
         monkeypatch.setattr(Runtime, "sync", counted)
-        monkeypatch.setattr(runtime_module, "HELD_UP_S", PATIENCE_S)
+        monkeypatch.setattr(runtime, "HELD_UP_S", PATIENCE_S)
 
     async def publish(self, bus: penstock.Bus, times: int, size: int = 10) -> set[str]:
         self.names.clear()
@@ -154,7 +153,7 @@ async def test_nothing_is_answered_before_it_is_synced(
         asked.set()
         await gate.wait()
 
-    monkeypatch.setattr(runtime_module, "HELD_UP_S", PATIENCE_S)
+    monkeypatch.setattr(runtime, "HELD_UP_S", PATIENCE_S)
     async with penstock.connect(tmp_path, durability__quick_sync_us=0) as bus:
         for _ in range(SLOW_WRITES):
             await bus.publish("t", b"")
@@ -174,7 +173,7 @@ class Kernel:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: asyncio.Queue[asyncio.Future[None]] = asyncio.Queue()
-        monkeypatch.setattr(runtime_module, "HELD_UP_S", PATIENCE_S)
+        monkeypatch.setattr(runtime, "HELD_UP_S", PATIENCE_S)
         monkeypatch.setattr(KernelSync, "sync", self._sync)
 
     def _sync(self, descriptor: int) -> asyncio.Future[None]:
@@ -234,7 +233,7 @@ async def test_a_sync_the_kernel_reports_as_failed_ends_writing(
         tell(kernel, [(number, -errno.EIO) for number, _ in completions])
 
     tell = KernelSync._tell
-    monkeypatch.setattr(runtime_module, "HELD_UP_S", PATIENCE_S)
+    monkeypatch.setattr(runtime, "HELD_UP_S", PATIENCE_S)
     async with penstock.connect(tmp_path, durability__quick_sync_us=0) as bus:
         for _ in range(SLOW_WRITES):
             await bus.publish("t", b"")
@@ -285,7 +284,7 @@ async def test_a_sync_that_fails_is_the_end_of_writing(
     async def broken(runtime: Runtime, descriptor: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(runtime_module, "HELD_UP_S", PATIENCE_S)
+    monkeypatch.setattr(runtime, "HELD_UP_S", PATIENCE_S)
     async with penstock.connect(tmp_path, durability__quick_sync_us=0) as bus:
         for _ in range(SLOW_WRITES):
             await bus.publish("t", b"")
@@ -322,8 +321,8 @@ async def test_a_system_without_syncs_of_its_own_uses_a_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writers: Writers, lacks: str
 ) -> None:
     if lacks == "calls":
-        monkeypatch.setattr(runtime_module, "CALLS", {})
-        monkeypatch.setattr(runtime_module, "MACHINES", ())
+        monkeypatch.setattr(runtime, "CALLS", {})
+        monkeypatch.setattr(runtime, "MACHINES", ())
     else:
         monkeypatch.setattr(type(asyncio.get_running_loop()), "add_reader", _no_such_call)
     before = len(os.listdir("/proc/self/fd"))
