@@ -20,7 +20,7 @@ from typing import NamedTuple
 import pytest
 
 import penstock
-from penstock.log import journal as frame
+from penstock.log import journal
 from penstock.model import batch, errors
 from penstock.model.settings import Settings
 from penstock.testing.broker_process import BrokerProcess
@@ -31,7 +31,7 @@ PAGES = [ROOT / "README.md", *sorted((DOCS / "guide").rglob("*.md"))]
 EVERY_PAGE = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 DEADLINE_S = 60
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-# Methods of Bus for engines, desks and transactions rather than for callers.
+# Methods of Bus for engines, the admin API and transactions rather than for callers.
 INNER = {"ask", "draft", "draft_many", "need", "place", "wall_us"}
 
 
@@ -252,7 +252,7 @@ def test_every_public_name_is_listed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "size"), [("batch.md", batch.HEAD.size), ("journal.md", frame.HEAD.size)]
+    ("page", "size"), [("batch.md", batch.HEAD.size), ("journal.md", journal.HEAD.size)]
 )
 def test_head_tables_add_up(page: str, size: int) -> None:
     """The fields that the format pages list take as many bytes as the heads that are written."""

@@ -8,6 +8,7 @@ import functools
 import inspect
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +34,71 @@ LONG_FILES: dict[str, int] = {}
 
 MAX_FUNCTION_LINES = 80
 LONG_FUNCTIONS: dict[str, int] = {}
+
+MAX_FOLDER_FILES = 20
+FULL_FOLDERS = {"penstock/cli": 35}
+"""Folders with more files than that, `__init__` not counted, and how many: lower the number with it."""
+
+SHALLOW_LINES = 100
+ROOMS = (
+    "penstock/engines/", "penstock/server/transports/", "penstock/server/admin/",
+    "penstock/bench/cases/", "penstock/pipelines/builtin/",
+)  # fmt: skip
+"""Folders with one file for each engine, transport, page of the API, case or pipeline, however short."""
+SHALLOW_FILES = {
+    "penstock/bench/crash.py",
+    "penstock/bench/spark/bare.py",
+    "penstock/bench/spark/replaying.py",
+    "penstock/bus/replay.py",
+    "penstock/testing/model/known.py",
+    "penstock/testing/model/proxy.py",
+    "penstock/testing/simulation/cursors.py",
+}
+"""Short files of a single importer that are not yet part of it."""
+
+FOREIGN_PRIVATE_NAMES = {
+    "penstock/bus/transaction.py: _leased",
+    "penstock/pipelines/builtin/audit.py: _broken",
+    "penstock/pipelines/builtin/audit.py: _checkpoint",
+    "penstock/pipelines/builtin/audit.py: _checkpoints",
+    "penstock/pipelines/builtin/audit.py: _disk",
+    "penstock/pipelines/builtin/audit.py: _expect",
+    "penstock/pipelines/builtin/audit.py: _file",
+    "penstock/pipelines/builtin/audit.py: _file_first",
+    "penstock/pipelines/builtin/audit.py: _hash",
+    "penstock/pipelines/builtin/audit.py: _key",
+    "penstock/pipelines/builtin/audit.py: _missing",
+    "penstock/pipelines/builtin/audit.py: _records",
+    "penstock/pipelines/builtin/audit.py: _ref",
+    "penstock/pipelines/builtin/audit.py: _sequence",
+    "penstock/server/metrics/engine_stats.py: _full",
+    "penstock/server/metrics/engine_stats.py: _ingress",
+    "penstock/server/metrics/engine_stats.py: _pending",
+    "penstock/server/metrics/engine_stats.py: _tenant",
+    "penstock/server/metrics/engine_stats.py: _tenants",
+    "penstock/server/metrics/engine_stats.py: _tokens",
+}
+"""Private names of other modules that a module still uses."""
+
+ONE_MEANING_LAYERS = ("model", "core", "log", "wire", "transport", "engines", "bus", "server")
+AMBIGUOUS_CLASSES = {
+    "Admission", "Call", "Commit", "Connection", "Delayed", "Delivery", "Entry", "FastPath", "Groups",
+    "Identity", "Journal", "Outcome", "Pressure", "Problem", "Quarantine", "Refused", "Result", "Settle",
+    "Subscribe", "TcpLink", "TenantLimits", "TopicPut", "Topics", "Transaction", "Waiting", "Window",
+    "Wire",
+}  # fmt: skip
+"""Public class names with more than one meaning."""
+
+METAPHORS = {
+    "asking", "bite", "brake", "census", "coldline", "courtesy", "desk", "detour", "dial",
+    "doorkeeper", "ending", "errand", "errands", "expanding", "fit", "gauge", "glimpse", "graveyard",
+    "haste", "helping", "helpings", "holdback", "housekeeper", "housekeeping", "intake", "keyring",
+    "line", "mention", "notice", "outbox", "outgoing", "outlet", "patience", "portion", "recall",
+    "respite", "rest", "room", "rubbish", "shipment", "stable", "standing", "storing", "stranger",
+    "strangers", "takeup", "timekeeper", "trouble", "troubles", "turnstile", "visit", "wish",
+}  # fmt: skip
+"""Words that once named modules; a newcomer cannot guess what such a module does."""
+METAPHORICAL_MODULES: set[str] = set()
 
 VAGUE_NAMES = {"base", "common", "helper", "helpers", "manager", "misc", "tools", "util", "utils"}
 
@@ -150,22 +216,170 @@ def test_files_are_short() -> None:
     assert not long
 
 
+def long_functions(limit: int) -> dict[str, int]:
+    """Functions of more lines than the limit, and how many lines they have."""
+    return {
+        f"{name_of(path)}:{node.name}": lines
+        for path in SOURCES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if (lines := (node.end_lineno or 0) - node.lineno + 1) > limit
+    }
+
+
 def test_functions_fit_a_screen() -> None:
-    long = {}
-    for path in SOURCES:
-        for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                name = f"{name_of(path)}:{node.name}"
-                lines = (node.end_lineno or 0) - node.lineno + 1
-                if lines > LONG_FUNCTIONS.get(name, MAX_FUNCTION_LINES):
-                    long[name] = lines
-    assert not long
+    found = long_functions(MAX_FUNCTION_LINES)
+    assert not {name: lines for name, lines in found.items() if lines > LONG_FUNCTIONS.get(name, 0)}
 
 
 def test_exceptions_are_still_needed() -> None:
     """What was brought below the limit leaves its list."""
     for name in LONG_FILES:
         assert len((ROOT / name).read_text().splitlines()) > MAX_FILE_LINES, name
+    assert set(LONG_FUNCTIONS) <= set(long_functions(MAX_FUNCTION_LINES))
+
+
+def only_shorter(found: set[str], exceptions: set[str]) -> None:
+    """A list of exceptions holds what there is: nothing new, and nothing that was mended."""
+    assert not found - exceptions
+    assert not exceptions - found, "mended: take it off the list of exceptions"
+
+
+def test_folders_are_short() -> None:
+    """A folder that grows past the limit is more than a reader takes in at a glance."""
+    files = Counter(name_of(path.parent) for path in SOURCES if path.name != "__init__.py")
+    full = {name: count for name, count in files.items() if count > MAX_FOLDER_FILES}
+    assert full == FULL_FOLDERS
+
+
+def importers() -> dict[str, set[Path]]:
+    """The files of the package that import each of its modules."""
+    found: dict[str, set[Path]] = {module_of(path): set() for path in SOURCES}
+    for path in SOURCES:
+        for name in imports_of(path):
+            if name in found and name != module_of(path):
+                found[name].add(path)
+    return found
+
+
+def test_modules_are_deep() -> None:
+    """A short file that one other file imports is part of that file, outside the rooms."""
+    using, ways_in = importers(), entry_points()
+    shallow = {
+        name_of(path)
+        for path in SOURCES
+        if not path.stem.startswith("__")
+        and not name_of(path).startswith(ROOMS)
+        and module_of(path) not in ways_in
+        and len(using[module_of(path)]) == 1
+        and len(path.read_text().splitlines()) < SHALLOW_LINES
+    }
+    only_shorter(shallow, SHALLOW_FILES)
+
+
+def is_private(name: str) -> bool:
+    """Whether a name is one of its module's own; the methods of named tuples only look so."""
+    return (
+        name.startswith("_")
+        and not name.startswith("__")
+        and name not in ("_asdict", "_fields", "_make", "_replace")
+    )
+
+
+def defined_in(tree: ast.Module) -> set[str]:
+    """The names a file gives to its functions, classes, variables and attributes."""
+    names = {
+        text for node in ast.walk(tree) if isinstance(node, ast.Assign) for text in slots_of(node)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and of_self(node):
+            names.add(node.attr)
+    return names
+
+
+def of_self(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
+def slots_of(node: ast.Assign) -> set[str]:
+    """The attributes that `__slots__ = ...` names."""
+    if not any(
+        isinstance(target, ast.Name) and target.id == "__slots__" for target in node.targets
+    ):
+        return set()
+    constants = (each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant))
+    return {value for value in constants if isinstance(value, str)}
+
+
+def private_names_used(tree: ast.Module) -> set[str]:
+    """Private names a file takes from another module of the package, by import or as an attribute.
+
+    As an attribute: of an imported module or name, or of any object when the file itself defines
+    no such name.
+    """
+    imported: set[str] = set()
+    used: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("penstock"):
+            imported |= {alias.asname or alias.name for alias in node.names}
+            used |= {alias.name for alias in node.names if is_private(alias.name)}
+        elif isinstance(node, ast.Import):
+            names = (alias for alias in node.names if alias.name.startswith("penstock"))
+            imported |= {alias.asname or "penstock" for alias in names}
+    mine = defined_in(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            root: ast.expr = node.value
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            of_import = isinstance(root, ast.Name) and root.id in imported
+            if of_import or node.attr not in mine:
+                used.add(node.attr)
+    return used
+
+
+def test_private_names_stay_in_their_module() -> None:
+    """Tests, mutants of the simulator and benchmarks may look inside; the product may not."""
+    product = [path for path in SOURCES if layer_of(path) not in ("testing", "bench")]
+    ours = set().union(*(defined_in(tree_of(path)) for path in product))
+    used = {
+        f"{name_of(path)}: {name}"
+        for path in product
+        for name in private_names_used(tree_of(path)) & ours
+    }
+    only_shorter(used, FOREIGN_PRIVATE_NAMES)
+
+
+def test_the_check_of_private_names_notices() -> None:
+    taken = "from penstock.core import _a\nfrom penstock.core import state\nstate.x._b\nother._c\n"
+    own = "class A:\n    __slots__ = ('_d',)\n    def _e(self): self._f = other._d\n"
+    set_there = "other._g = 1\n"
+    assert private_names_used(ast.parse(taken + own + set_there)) == {"_a", "_b", "_c", "_g"}
+
+
+def test_class_names_have_one_meaning() -> None:
+    """Below the pipelines, a public class name is defined once."""
+    names = Counter(
+        node.name
+        for path in SOURCES
+        if layer_of(path) in ONE_MEANING_LAYERS
+        for node in tree_of(path).body
+        if isinstance(node, ast.ClassDef) and not is_private(node.name)
+    )
+    only_shorter({name for name, count in names.items() if count > 1}, AMBIGUOUS_CLASSES)
+
+
+def test_modules_are_not_named_by_metaphors() -> None:
+    """The words of the product name modules, and the files of tests too."""
+    files = [*SOURCES, *(ROOT / "tests").rglob("*.py")]
+    named = {
+        name_of(path) for path in files if {*path.stem.split("_"), path.parent.name} & METAPHORS
+    }
+    only_shorter(named, METAPHORICAL_MODULES)
 
 
 def entry_points() -> set[str]:

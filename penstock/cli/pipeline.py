@@ -124,13 +124,13 @@ def status(invocation: Invocation, name: str, topics: str | None, state: str, to
     from penstock.pipelines.session import check_requirements
 
     check_requirements()
-    from penstock.pipelines import run as checkpoint
     from penstock.pipelines.pipeline import find
     from penstock.pipelines.plan import Topics, behind
+    from penstock.pipelines.run import read_checkpoint
     from penstock.pipelines.stores import store_at
 
     made = find(name, folder)
-    found = checkpoint.standing(Path(state) / made.name)
+    found = read_checkpoint(Path(state) / made.name)
     store = store_at(invocation.url, token)
     for place in found.places:
         place.check_bus(store.identity(), invocation.url)

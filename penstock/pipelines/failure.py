@@ -1,20 +1,9 @@
-"""Why a query failed, in words: Spark wraps an error of ours in pages of Java, and this unwraps it.
+"""Errors of pipelines: Spark wraps ours in pages of Java text, and `explain_failure` unwraps them.
 
-Sources and sinks name the events in hand with `reading`. The note travels in the traceback of the
-Python worker, which Spark passes on as text.
-
-Failpoints: named places where a test lets the process die, as if the power had gone.
-
-Warnings from the processes below a Spark session, for the user of the driver.
-
-A source plans and reads in processes of its own, whose logs nobody sees. What they print reaches
-Java's stderr, and the driver finds our lines there by their mark and logs them as its own. Workers
-of a cluster print to their executor's stderr.
-
-Errors of ours as Spark shows them: the message alone, without the traceback that would come before it.
-
-What a user has to correct is in the message. A worker of Spark's ends after an error, so nothing
-that follows is affected, and errors of other code keep their tracebacks.
+Sources and sinks name the events in hand with `reading`; the note travels in the traceback of the
+Python worker, which Spark passes on as text. Classes that Spark calls are decorated with
+`plain_errors`, so that an error of ours reaches the user without a traceback. Processes below the
+driver warn its user through `warn_user`. `failpoint` lets a test end a process at a named place.
 """
 
 from __future__ import annotations
@@ -31,20 +20,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from penstock.model import errors
 from penstock.model.errors import InvalidInput, PenstockError, PipelineFailed
 from penstock.pipelines.plan import Place, Split
 
-if TYPE_CHECKING:
-    from penstock.pipelines.plan import Split
-
-# -- failure --------------------------------------------------------------------------------------
-
+# -- explaining a failed query --------------------------------------------------------------------
 
 MAX_NAMED = 3
-"""Stretches of offsets that a message names; the error's `splits` has them all."""
+"""Ranges of offsets that a message names; the error's `splits` has them all."""
+C = TypeVar("C", bound=type)
+
 _NOTE = "while reading "
 _CODES = {getattr(errors, name).code for name in errors.__all__}
 _OURS = re.compile(
@@ -65,7 +52,7 @@ _details = logging.getLogger("penstock.pipelines.failure")
 
 @contextmanager
 def reading(splits: Iterable[Split]) -> Iterator[None]:
-    """Name these stretches in any error that leaves the block.
+    """Name these ranges of offsets in any error that leaves the block.
 
     >>> try:
     ...     with reading([Split("orders", 0, 7, 9)]):
@@ -85,7 +72,7 @@ def explain_failure(error: BaseException, pipeline: str | None = None) -> Pensto
     """The error to show for one that came out of Spark: what failed, where, and what to do.
 
     Attributes: `pipeline`, `cause` (the code of our error, or the name of another one), `topic`,
-    `partition`, `first` and `last` offset where they are known, and `splits`, all stretches.
+    `partition`, `first` and `last` offset where they are known, and `splits`, all ranges of offsets.
     """
     if isinstance(error, PenstockError):
         return error
@@ -126,7 +113,7 @@ def _reason(text: str) -> tuple[str, str]:
 
 
 def _noted(text: str) -> list[Split]:
-    """The stretches that `reading` named."""
+    """The ranges that `reading` named."""
     noted = _NOTED.search(text)
     return [
         Split(topic, int(partition), int(start), int(stop))
@@ -135,7 +122,7 @@ def _noted(text: str) -> list[Split]:
 
 
 def _unfinished(text: str) -> list[Split]:
-    """The stretches of the batch that failed: from the offsets committed to those available."""
+    """The ranges of the batch that failed: from the offsets committed to those available."""
     ends = {kind: _places(line) for kind, line in _OFFSETS.findall(text)}
     committed, available = ends.get("Committed", []), ends.get("Available", [])
     splits = []
@@ -171,84 +158,8 @@ def _words(splits: list[Split], certain: bool) -> str:
     return f" {'at' if certain else 'in the batch of'} {'; '.join(named)}{more}"
 
 
-# -- failpoint ------------------------------------------------------------------------------------
+# -- errors without a traceback -------------------------------------------------------------------
 
-
-_passes: Counter[str] = Counter()
-
-
-def failpoint(name: str) -> None:
-    """Die here when `FAILPOINT` is this name, or `name:3` for the third pass.
-
-    The file that `FAILPOINT_FIRED` names is made first: a test asserts that it is there.
-    `FAILPOINT_ROOT` is the process id of a driver: it dies too, and all between it and here,
-    because a stage of a batch may run in a worker.
-
-    >>> failpoint("docs.nobody-asked")
-    """
-    wanted, _, number = os.environ.get("FAILPOINT", "").partition(":")
-    if wanted != name:
-        return
-    _passes[name] += 1
-    if _passes[name] != int(number or 1):
-        return
-    fired = os.environ.get("FAILPOINT_FIRED")
-    if fired:
-        Path(fired).touch()
-    for pid in _up_to(os.environ.get("FAILPOINT_ROOT")):
-        os.kill(pid, signal.SIGKILL)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _up_to(root: str | None) -> list[int]:
-    """The processes above this one as far as `root`, the highest first."""
-    if not root or int(root) == os.getpid():
-        return []
-    above, pid = [], os.getppid()
-    while pid > 1:
-        above.append(pid)
-        if pid == int(root):
-            return above[::-1]
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    raise RuntimeError(f"process {root} is not above {os.getpid()}")
-
-
-# -- notice ---------------------------------------------------------------------------------------
-
-
-MARK = "penstock warning: "
-_log = logging.getLogger("penstock.pipelines")
-
-
-def warn_user(text: str) -> None:
-    """Say something to whoever runs the driver, from a process of its session."""
-    print(f"{MARK}{text}", file=sys.stderr, flush=True)
-
-
-def tell_skipped(gone: Split) -> None:
-    """Say which events a query left out because they were there no more."""
-    warn_user(
-        f"retention took {gone.stop - gone.start:,} events before they were read: "
-        f"{gone} is skipped, as onExpired=skip asks for"
-    )
-
-
-def passed_on(line: str) -> bool:
-    """Whether a line of Java's stderr was a warning; it is in the driver's log then.
-
-    >>> passed_on("26/11/16 WARN Utils: something of Spark's")
-    False
-    """
-    if not line.startswith(MARK):
-        return False
-    _log.warning("%s", line.removeprefix(MARK))
-    return True
-
-
-# -- plain_errors ---------------------------------------------------------------------------------
-
-
-C = TypeVar("C", bound=type)
 _HIDE = "SPARK_HIDE_TRACEBACK"
 """PySpark looks at it when it reports an error of a worker."""
 
@@ -264,7 +175,11 @@ def _plainly() -> Iterator[None]:
 
 
 def plain_errors(kind: C) -> C:
-    """A class whose public methods report errors of ours in this way."""
+    """A class whose public methods report errors of ours by their message alone.
+
+    The message says what the user has to correct. A worker of Spark's ends after an error, so hiding
+    its traceback affects nothing after it; errors of other code keep theirs.
+    """
     for name, method in list(vars(kind).items()):
         if inspect.isfunction(method) and (not name.startswith("_") or name == "__init__"):
             setattr(kind, name, _plain(method))
@@ -287,3 +202,80 @@ def _plain(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(*args, **options)
 
     return call
+
+
+# -- warnings from processes below the driver -----------------------------------------------------
+
+MARK = "penstock warning: "
+_log = logging.getLogger("penstock.pipelines")
+
+
+def warn_user(text: str) -> None:
+    """Warn the user of the driver, from a process of its session.
+
+    A source plans and reads in processes of its own, whose logs the user does not see. Their output
+    reaches Java's stderr, where the driver finds these lines by their mark and logs them. Workers of a
+    cluster print to the stderr of their executor instead.
+    """
+    print(f"{MARK}{text}", file=sys.stderr, flush=True)
+
+
+def warn_skipped(gone: Split) -> None:
+    """Warn which events a query left out because retention had deleted them."""
+    warn_user(
+        f"retention took {gone.stop - gone.start:,} events before they were read: "
+        f"{gone} is skipped, as onExpired=skip asks for"
+    )
+
+
+def relay_warning(line: str) -> bool:
+    """Log a line of Java's stderr if it is one of our warnings; says whether it was.
+
+    >>> relay_warning("26/11/16 WARN Utils: something of Spark's")
+    False
+    """
+    if not line.startswith(MARK):
+        return False
+    _log.warning("%s", line.removeprefix(MARK))
+    return True
+
+
+# -- failpoints for tests -------------------------------------------------------------------------
+
+_passes: Counter[str] = Counter()
+
+
+def failpoint(name: str) -> None:
+    """Kill this process here when `FAILPOINT` is this name, or `name:3` for the third pass.
+
+    The file that `FAILPOINT_FIRED` names is made first: a test asserts that it is there.
+    `FAILPOINT_ROOT` is the process id of a driver: it is killed too, with all processes between it
+    and this one, because a stage of a batch may run in a worker.
+
+    >>> failpoint("docs.nobody-asked")
+    """
+    wanted, _, number = os.environ.get("FAILPOINT", "").partition(":")
+    if wanted != name:
+        return
+    _passes[name] += 1
+    if _passes[name] != int(number or 1):
+        return
+    fired = os.environ.get("FAILPOINT_FIRED")
+    if fired:
+        Path(fired).touch()
+    for pid in _ancestors_up_to(os.environ.get("FAILPOINT_ROOT")):
+        os.kill(pid, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _ancestors_up_to(root: str | None) -> list[int]:
+    """The processes above this one as far as `root`, the highest first."""
+    if not root or int(root) == os.getpid():
+        return []
+    above, pid = [], os.getppid()
+    while pid > 1:
+        above.append(pid)
+        if pid == int(root):
+            return above[::-1]
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    raise RuntimeError(f"process {root} is not above {os.getpid()}")

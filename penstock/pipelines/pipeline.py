@@ -1,8 +1,7 @@
-"""Pipelines: functions from DataFrames to a DataFrame, with what a runner must know beside them.
+"""Pipelines: named functions from DataFrames to a DataFrame, with their inputs and outputs.
 
-The decorator returns the function it was given, so it is called in tests like any other.
-
-Finding pipelines by name: those that come with Penstock, of installed packages, and of a folder.
+The decorator `pipeline` returns the function it was given, so tests call it like any other. `discover`
+and `find` load the pipelines that come with Penstock, those of installed packages, and those of a folder.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from penstock.model.errors import AlreadyExists, InvalidInput, NotFound
 from penstock.model.registry import did_you_mean
 from penstock.pipelines import builtin
 
-# -- pipeline -------------------------------------------------------------------------------------
-
+# -- defining -------------------------------------------------------------------------------------
 
 F = TypeVar("F", bound=Callable[..., Any])
 Mode = Literal["stream", "batch"]
@@ -154,8 +152,7 @@ def pipeline(
     return decorate
 
 
-# -- discovery ------------------------------------------------------------------------------------
-
+# -- finding by name ------------------------------------------------------------------------------
 
 FOLDER = "pipelines"
 """Where a project's own pipelines are looked for, unless another folder is named."""

@@ -1,9 +1,8 @@
-"""Plans: which offsets a batch covers and how tasks share them; numbers only, no files.
+"""Plans of reads: which offsets a batch covers and how tasks share them; numbers only, no files.
 
-The same offsets are always cut into the same tasks, so a batch that Spark repeats after a crash
-puts every event into the task it was in before.
-
-Filters that make a batch read smaller: by topic, tenant, partition, offset and append time.
+The same offsets are always cut into the same tasks, so a batch that Spark repeats after a crash puts
+every event into the same task again. `Narrowing` makes a batch read smaller by filters on topic,
+tenant, partition, offset and append time.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ from pyspark.sql.datasource import (
 from penstock.model.errors import InvalidInput
 from penstock.model.topic import check_pattern, matches, tenant_of
 
-# -- plan -----------------------------------------------------------------------------------------
-
+# -- offsets and tasks ----------------------------------------------------------------------------
 
 Lane = tuple[str, int]
 Offsets = dict[Lane, int]
@@ -63,7 +61,7 @@ class Topics(msgspec.Struct, frozen=True):
         )
 
     def bounds(self, of: Callable[[str], Bounds]) -> Bounds:
-        """Where their partitions begin and end, from who knows it of one pattern."""
+        """Where their partitions begin and end; `of` tells it for one pattern."""
         found = {lane: ends for each in self.patterns for lane, ends in of(each).items()}
         return {lane: found[lane] for lane in sorted(found) if self.has(lane[0])}
 
@@ -73,7 +71,7 @@ def _words(text: str) -> list[str]:
 
 
 class Split(msgspec.Struct, frozen=True):
-    """A stretch of one partition; `stop` is the first that is left out."""
+    """A range of offsets of one partition; `stop` is the first offset after it."""
 
     topic: str
     partition: int
@@ -92,11 +90,11 @@ class Place(msgspec.Struct, frozen=True):
     began: Offsets = {}
     """Where the partitions that this batch is the first to read begin."""
     reads: str = ""
-    """The topics that its query reads, patterns with commas between them; empty in places that say nothing of it."""
+    """The topics that its query reads, patterns with commas between them; empty in old checkpoints."""
     skipped: int = 0
     """Events so far that retention took before the query came to them."""
     bus: str = ""
-    """The bus whose offsets these are; empty in places of before it was written down."""
+    """The bus whose offsets these are; empty in old checkpoints."""
 
     def as_json(self) -> dict[str, Any]:
         """The form Spark keeps in its checkpoint.
@@ -115,7 +113,7 @@ class Place(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Place:
-        """Read it back; what another source wrote is refused."""
+        """Read it back; a checkpoint of another source is refused."""
         if found.get("penstock") != FORMAT or not isinstance(found.get("topics"), dict):
             raise InvalidInput(
                 f"the checkpoint holds {str(dict(found))[:120]}, which no Penstock source of this "
@@ -213,7 +211,7 @@ def behind(offsets: Offsets, bounds: Bounds) -> int:
 
 
 def expired(start: Offsets, stop: Offsets, bounds: Bounds) -> list[Split]:
-    """The stretches of a batch that are not there any more.
+    """The ranges of a batch that retention has deleted.
 
     >>> [str(each) for each in expired({("a", 0): 2}, {("a", 0): 9}, {("a", 0): (5, 20)})]
     ['a/0/2..5']
@@ -227,7 +225,7 @@ def expired(start: Offsets, stop: Offsets, bounds: Bounds) -> list[Split]:
 
 
 def splits(start: Place, end: Place, events: int) -> list[list[Split]]:
-    """The tasks of a batch: stretches of at most `events` events, small ones together.
+    """The tasks of a batch: ranges of at most `events` events, small ones together.
 
     >>> begin, until = Place({("a", 0): 0}), Place({("a", 0): 5, ("b", 0): 9}, began={("b", 0): 8})
     >>> [[str(split) for split in task] for task in splits(begin, until, 3)]
@@ -249,8 +247,7 @@ def splits(start: Place, end: Place, events: int) -> list[list[Split]]:
     return tasks
 
 
-# -- pushdown -------------------------------------------------------------------------------------
-
+# -- filters --------------------------------------------------------------------------------------
 
 PUSHDOWN = "SPARK_PENSTOCK_PUSHDOWN"
 """Set by `spark_session`, which also tells Spark to push filters to Python."""
@@ -260,7 +257,7 @@ Test = Callable[[str, int], bool]
 
 
 class Narrowing:
-    """What is known of the rows that are wanted."""
+    """What filters say about the rows that are wanted."""
 
     def __init__(self) -> None:
         self._tests: list[Test] = []
@@ -271,7 +268,7 @@ class Narrowing:
 
     @classmethod
     def of(cls, filters: Iterable[Filter]) -> Narrowing:
-        """Take from filters what can be used; the rest is Spark's."""
+        """Use the filters that make the read smaller; Spark applies the others."""
         made = cls()
         for each in filters:
             attribute: tuple[str, ...] = getattr(each, "attribute", ())
@@ -300,7 +297,7 @@ class Narrowing:
             self._tests.append(lambda topic, partition: wanted(topic))
         elif column == "partition":
             self._tests.append(lambda topic, partition: wanted(partition))
-        else:  # a topic without a tenant's word may hold anybody's events
+        else:  # a topic without a tenant in its name may hold events of any tenant
             self._tests.append(
                 lambda topic, partition: (tenant := tenant_of(topic)) is None or wanted(tenant)
             )

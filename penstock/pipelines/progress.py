@@ -1,14 +1,10 @@
-"""How a running query gets on, as values: rows a second, lag, watermark, state, batch time.
+"""Progress of running queries as values, on a terminal and as metrics for Prometheus.
 
-Taken by asking the query, not by a listener: a listener needs a server for calls from Java and
-hears of a batch some time later, while whoever shows progress waits anyway. No batch is missed:
-Spark keeps the last hundred, and they are counted by their number.
-
-Progress on a terminal: a bar for each pipeline, or a line now and then where there is none.
-
-Metrics of pipelines for Prometheus, from the numbers that `watch` takes.
-
-The registry is our own: what else lives in the process does not show up here.
+The values are rows a second, lag, watermark, state and batch time. `Meter` asks the query for them
+instead of listening: a listener needs a server for calls from Java and hears of a batch some time
+later. No batch is missed: Spark keeps the last hundred reports, and they are counted by number.
+`watch` shows a bar for each pipeline on a terminal, and lines in a pipe. The metrics have a registry
+of their own, without the other metrics of the process.
 """
 
 from __future__ import annotations
@@ -34,8 +30,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-# -- progress -------------------------------------------------------------------------------------
 
+# -- values ---------------------------------------------------------------------------------------
 
 _EPOCH = datetime.fromtimestamp(0, UTC)
 
@@ -74,7 +70,7 @@ class Progress(msgspec.Struct, frozen=True):
 
 
 def summary(progress: Mapping[str, Any]) -> Progress:
-    """What matters in Spark's report of a batch, which is JSON.
+    """The values in Spark's report of a batch, which is JSON.
 
     >>> summary({"batchId": 3, "timestamp": "2026-01-01T00:00:00.000Z", "numInputRows": 50,
     ...     "processedRowsPerSecond": 25.0, "durationMs": {"triggerExecution": 2000}}).done_per_s
@@ -119,7 +115,7 @@ def _rate(value: Any) -> float:
 
 
 def lag(sources: list[Mapping[str, Any]]) -> int | None:
-    """Events behind the end of the log, over all sources of Penstock's; None if none says.
+    """Events behind the end of the log, over all sources of Penstock's; None if no source says.
 
     >>> end = {"penstock": 1, "topics": {"orders": {"0": 7}}}
     >>> latest = {"penstock": 1, "topics": {"orders": {"0": 9}, "refunds": {"0": 3}}}
@@ -175,7 +171,7 @@ class Meter:
 
     @property
     def ended(self) -> bool:
-        """Whether the query has stopped, for whatever reason."""
+        """Whether the query has stopped, for any reason."""
         return not self.query.isActive
 
     def look(self) -> bool:
@@ -201,8 +197,7 @@ class Meter:
         self.batch_s += done.batch_s
 
 
-# -- display --------------------------------------------------------------------------------------
-
+# -- on a terminal --------------------------------------------------------------------------------
 
 LOOK_S = 0.5  # between two looks on a terminal
 LINE_S = 3.0  # between two lines in a pipe
@@ -221,7 +216,7 @@ def watch(
     """Show pipelines by name until all have ended or `until()`; raise when one fails.
 
     `looked` is called with the numbers after each look, which is how metrics get theirs. The
-    queries are left as they are: whoever started them stops them.
+    queries are left running: their caller stops them.
     """
     from rich.console import Console
 
@@ -293,7 +288,7 @@ def cells(meter: Meter) -> dict[str, str]:
 
 
 def caught_up(meter: Meter) -> float:
-    """Rows read as a share of those that were there to be read; 1 where nobody knows."""
+    """Rows read as a share of those that could be read; 1 where the lag is unknown."""
     behind = meter.last.lag_events if meter.last is not None else None
     return meter.rows_in / (meter.rows_in + behind) if behind else 1.0
 

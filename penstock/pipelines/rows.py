@@ -1,11 +1,9 @@
 """Rows of a read: the log's columns as Spark wants them, typed values and lateness beside them.
 
-Event time: which rows a stream still counts, under a watermark that drops none of them.
-
-Spark drops what is behind its watermark without a word, and one clock that is ahead carries the
-watermark with it, so that everybody else's events are dropped. The source marks late rows by a
-watermark of its own, which no clock that is ahead moves. Spark's is kept behind that one here: every
-row is counted by the pipeline or is among those that it can send elsewhere.
+Spark drops rows behind its watermark silently, and one clock that is ahead carries the watermark with
+it, so that the events of all others are dropped. The source marks late rows by a watermark of its own,
+which such a clock does not move, and `timely` keeps Spark's behind it: every row is counted by the
+pipeline, or is among those that it can send elsewhere.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from penstock.core.schedule import parse_duration
 from penstock.model.arrow import TIME
 from penstock.model.errors import Corrupted, OffsetExpired
 from penstock.pipelines.columns import EVENT_COLUMNS, FAULT, LATE, VALUE, log_columns, plain
-from penstock.pipelines.failure import reading, tell_skipped
+from penstock.pipelines.failure import reading, warn_skipped
 from penstock.pipelines.payload import Decoder
 from penstock.pipelines.plan import Offsets, Split
 from penstock.pipelines.stores import store_at
@@ -32,17 +30,18 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from pyspark.sql import Column, DataFrame
 
-# -- rows -----------------------------------------------------------------------------------------
+
+# -- reading rows ---------------------------------------------------------------------------------
 
 
 class Reading(msgspec.Struct, frozen=True):
-    """What every task of a read has to know; travels to the workers."""
+    """A read as every task needs it; Spark sends it to the workers."""
 
     url: str
     token: str | None
     columns: tuple[str, ...]
     never_null: tuple[str, ...]
-    """Those of the columns that Spark was told hold no null, and does not look for any."""
+    """Columns that Spark was told hold no null, so that it does not check."""
     value_type: bytes | None
     """The struct of `value`, as an Arrow schema."""
     skip_expired: bool
@@ -50,7 +49,7 @@ class Reading(msgspec.Struct, frozen=True):
     def rows(
         self, splits: Sequence[Split], late_before_us: int | None, began: Offsets
     ) -> Iterator[pa.RecordBatch]:
-        """Everything in these splits; `began` is where their partitions did when they were planned."""
+        """Everything in these splits; `began` is where their partitions began when they were planned."""
         wanted = log_columns(
             self.columns,
             decoded=bool({VALUE, FAULT} & set(self.columns)),
@@ -65,9 +64,10 @@ class Reading(msgspec.Struct, frozen=True):
     def stored(
         self, split: Split, wanted: Sequence[str], began: Offsets | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """The log's columns of a split; what retention took fails or is skipped, as was asked for.
+        """The log's columns of a split; events that retention deleted fail it or are skipped, as the
+        option says.
 
-        The planner tells of what was gone before, and this of what went since it looked.
+        The planner warns of events deleted before it looked, this method of those deleted since.
         """
         store = store_at(self.url, self.token)
         try:
@@ -83,7 +83,7 @@ class Reading(msgspec.Struct, frozen=True):
                     split, start=max(split.start, began.get(lane, 0)), stop=upto
                 )
                 if gone.start < upto:
-                    tell_skipped(gone)
+                    warn_skipped(gone)
             if upto < split.stop:
                 yield from store.rows(msgspec.structs.replace(split, start=upto), wanted)
 
@@ -126,8 +126,7 @@ class _Shaper:
         return pa.field(name, array.type, nullable=name not in self._never_null)
 
 
-# -- event_time -----------------------------------------------------------------------------------
-
+# -- event time -----------------------------------------------------------------------------------
 
 AHEAD = "1m"
 """How far a producer's clock may be ahead of the log's."""

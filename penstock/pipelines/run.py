@@ -1,6 +1,7 @@
-"""Running pipelines: sources in, the function, results onto the bus and into a table.
+"""Runs pipelines: inputs from a bus, the function, results onto a bus and into a table.
 
-What Spark's checkpoint of a query says, read without Spark: where it is and how far behind.
+`start` runs a pipeline as a stream, `run_batch` once over what there is now. `read_checkpoint` tells
+from Spark's checkpoint, without Spark, where a query is.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 
     from penstock.pipelines.lakehouse.warehouse import Warehouse
 
-# -- run ------------------------------------------------------------------------------------------
 
+# -- running --------------------------------------------------------------------------------------
 
 TOPIC, PAYLOAD = "topic", "payload"
 
@@ -113,7 +114,7 @@ def invoke(
     url: str = "",
     token: str | None = None,
 ) -> DataFrame:
-    """The function on these frames, with what else it asks for: `spark`, `url`, `token`, `params`."""
+    """The function on these frames, with those of `spark`, `url`, `token` and `params` it has as arguments."""
     wanted = inspect.signature(made.function).parameters
     offered = {"spark": spark, "url": url, "token": token}
     arguments: dict[str, Any] = {
@@ -164,11 +165,11 @@ def _read(
     return reader.format("penstock").options(**options).load()
 
 
-# -- results -----------------------------------------------------------------------------------------
+# -- results --------------------------------------------------------------------------------------
 
 
 def as_events(result: DataFrame, made: Pipeline) -> DataFrame:
-    """Rows as the sink takes them: what is not of the envelope becomes JSON, unless there is a payload."""
+    """Rows as the sink takes them: columns outside the envelope become JSON, unless there is a payload."""
     from pyspark.sql import functions as sql
 
     names = result.columns
@@ -240,7 +241,7 @@ def _sink_options(result: DataFrame, made: Pipeline, route: Route) -> dict[str, 
 
 
 def check_goes_somewhere(made: Pipeline, route: Route) -> None:
-    """Refuse a stream whose results would be lost; needs no session, so it is asked before one starts."""
+    """Refuse a stream whose results would be lost; needs no session, so callers check before starting one."""
     if made.mode == "batch":
         raise InvalidInput(f"{made.name!r} is a batch pipeline; run it once")
     if made.output_mode == "update" and not (
@@ -259,10 +260,10 @@ def check_goes_somewhere(made: Pipeline, route: Route) -> None:
         )
 
 
-# -- checkpoint -----------------------------------------------------------------------------------
+# -- checkpoints ----------------------------------------------------------------------------------
 
 
-class Standing(msgspec.Struct, frozen=True):
+class Checkpoint(msgspec.Struct, frozen=True):
     """How far a query is."""
 
     query: str
@@ -275,8 +276,8 @@ class Standing(msgspec.Struct, frozen=True):
     """Where each of its inputs is after the last batch that was done."""
 
 
-def standing(checkpoint: str | Path) -> Standing:
-    """Read a checkpoint; one that was never begun is not there."""
+def read_checkpoint(checkpoint: str | Path) -> Checkpoint:
+    """How far the query of a checkpoint is; `NotFound` before its first run."""
     folder = Path(checkpoint)
     try:
         query = json.loads((folder / "metadata").read_text())["id"]
@@ -289,7 +290,7 @@ def standing(checkpoint: str | Path) -> Standing:
             f"{folder / 'metadata'} is not what Spark writes into a checkpoint"
         ) from None
     done, planned = _newest(folder / "commits"), _newest(folder / "offsets")
-    return Standing(query, done, planned, _places(folder / "offsets" / str(done)))
+    return Checkpoint(query, done, planned, _places(folder / "offsets" / str(done)))
 
 
 def _newest(folder: Path) -> int:

@@ -1,23 +1,14 @@
-"""Parts: how a batch that is too large for one transaction is published in several, each once.
-
-An attempt may give the same rows to other tasks, in other numbers and in another order. So what
-belongs to a part is told by the row itself: its topic and key, or all of it where it has no key, fall
-into one of many buckets, and a part is a range of buckets. Rows of one key stay together, in their order.
-The plan is recorded before the first part, with a digest of all rows that does not depend on their order.
-
-Rows on their way onto the bus: Arrow columns to batches by topic, and one transaction for all.
-
-Staging: rows of a task until the driver publishes the batch; nothing of them is on the bus before.
-
-A few rows travel inside the task's message to the driver. More of them go into a file: in `staging/` of
-a data folder, or in the driver's temporary folder when the worker sees the same one. A worker of another
-machine sends all of its rows in the message, compressed.
-
-`write.format("penstock")` and `writeStream`: rows onto the bus, exactly once.
+"""`write.format("penstock")` and `writeStream`: rows onto the bus, exactly once.
 
 Tasks stage their rows and publish nothing. When all tasks are done, the driver publishes the batch as
-one transaction whose key is query and batch. So a failed attempt leaves nothing, and a repetition of a
-batch that is published is known and does nothing, whatever its tasks were.
+one transaction whose key is query and batch. So a failed attempt leaves nothing on the bus, and
+repeating a published batch does nothing, whichever tasks it has then.
+
+A batch that is too large for one transaction is published in parts, each once. An attempt may give the
+same rows to other tasks, in another order, so the row itself decides its part: its topic and key, or all
+of it where it has no key, fall into one of many buckets, and a part is a range of buckets. Rows of one
+key stay together, in their order. The plan of the parts is recorded before the first part, with a digest
+of all rows that does not depend on their order.
 """
 
 from __future__ import annotations
@@ -34,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -65,122 +56,264 @@ from penstock.pipelines.failure import failpoint, plain_errors
 from penstock.pipelines.options import SinkOptions, sink_options
 from penstock.pipelines.stores import Connection, is_broker
 
-if TYPE_CHECKING:
-    from pyspark.sql.types import StructType
+# -- writers, as Spark calls them -----------------------------------------------------------------
 
-# -- parts ----------------------------------------------------------------------------------------
-
-
-BUCKETS = 4_096
-"""So fine are parts: with a limit of 128 MiB a batch of 500 GiB is cut well."""
-ROW_BYTES = 64
-"""What an event takes beside its payload, key and headers, at the most."""
-_WORD = (1 << 64) - 1
+QUERY_ID, BATCH_ID = "sql.streaming.queryId", "streaming.sql.batchId"
 
 
-class Plan(msgspec.Struct, frozen=True):
-    """How a batch is cut; recorded on a topic, as JSON."""
+class Delivery:
+    """How rows of one write get onto a bus."""
 
-    batch: str
-    events: int
-    digest: str
-    """Of all rows and of the sink's options that decide where they go."""
-    bounds: tuple[int, ...]
-    """The buckets at which parts begin, and the end of the last."""
-    done: bool = False
-    """Recorded again like this with the last part."""
+    def __init__(self, options: SinkOptions, schema: StructType) -> None:
+        check_columns(schema, options.topic)
+        self.options = options
+        self.staging = Staging.of(options.url)
 
-    @property
-    def parts(self) -> list[tuple[int, int]]:
-        """The ranges of buckets."""
-        return list(pairwise(self.bounds))
+    def put(self, name: str, rows: Iterator[pa.RecordBatch]) -> Staged:
+        """Stage a task's rows, of the batch of this name."""
+        staged = self.staging.put(name, checked(rows, self.options.codec))
+        failpoint("sink.task-done")
+        return staged
 
-    def check(self, rows: Rows) -> None:
-        """Refuse rows that are not those of the attempt that recorded the plan."""
-        if (self.events, self.digest) != (rows.events, rows.digest):
-            raise BatchChanged(
-                f"the batch {self.batch} was begun with {self.events:,} rows, some of them are "
-                f"published, and this attempt has {rows.events:,} rows that are not the same: its rows "
-                "or the sink's options `topic` and `codec` changed between attempts. Nothing more was "
-                "published. Restore the options, and make the query give the same rows again (leave "
-                "out rand(), uuid() and reads of what changes); a batch within `maxTransactionBytes` "
-                "has no such limit",
-                batch=self.batch,
-                events=self.events,
-                found=rows.events,
-            )
+    def finish(self, messages: Sequence[WriterCommitMessage | None]) -> None:
+        """All tasks are done: publish what they staged."""
+        staged = [each for each in messages if isinstance(each, Staged)]
+        if not staged:
+            return
+        failpoint("sink.before-commit")
+        # Also without rows: an earlier attempt that had some may have published a part of them.
+        if any(each.rows for each in staged) or self._may_hold_a_part():
+            self._publish(staged)
+        failpoint("sink.after-commit")
+        self.forget(messages)
+
+    def _may_hold_a_part(self) -> bool:
+        """Whether there is a bus at all; a batch without rows makes none."""
+        return is_broker(self.options.url) or (Path(self.options.url) / ABOUT).exists()
+
+    def _publish(self, staged: Sequence[Staged]) -> None:
+        chosen = self.options
+        batch = Batch(
+            staged[0].name, chosen.topic, chosen.codec, chosen.max_transaction_bytes, chosen.plans
+        )
+        to_broker = is_broker(chosen.url)
+        publisher = (publisher_at if to_broker else BatchPublisher)(chosen.url, chosen.token)
+        try:
+            publisher.publish(lambda: rows_of(staged), batch)
+        except PayloadTooLarge as error:
+            raise PayloadTooLarge(
+                f"{error.message}. Give the sink a smaller `maxTransactionBytes` (now "
+                f"{chosen.max_transaction_bytes}), or raise the limit",
+                **error.data,
+            ) from error
+        finally:
+            if not to_broker:
+                publisher.close()
+
+    def forget(self, messages: Sequence[WriterCommitMessage | None]) -> None:
+        """Remove what tasks staged."""
+        for name in {each.name for each in messages if isinstance(each, Staged)}:
+            self.staging.forget(name)
 
 
-class Rows:
-    """What is known of the rows of a large batch: buckets, bytes and the digest.
+@plain_errors
+class BatchWriter(DataSourceArrowWriter):
+    """Writes a DataFrame once; named by `queryId` and `batchId`, or by itself."""
 
-    >>> one = pa.record_batch({"payload": [b"a", b"b"], "key": [b"k", None]})
-    >>> other = pa.record_batch({"payload": [b"b", b"a"], "key": [None, b"k"]})
-    >>> Rows([one], "t", "raw").digest == Rows([other], "t", "raw").digest
-    True
+    def __init__(self, options: dict[str, str], schema: StructType, overwrite: bool) -> None:
+        chosen = sink_options(options)
+        if overwrite:
+            raise InvalidInput("a topic is a log: use mode('append'), nothing is overwritten")
+        if (chosen.query_id is None) != (chosen.batch_id is None):
+            raise InvalidInput("give `queryId` and `batchId` together, or neither")
+        self._delivery = Delivery(chosen, schema)
+        if chosen.query_id is not None:
+            # Several writes of one batch, as foreachBatch allows them, are told apart by their topics.
+            named = "" if chosen.topic is None else f"/{chosen.topic}"
+            self._name = f"{chosen.query_id}/{chosen.batch_id}{named}"
+        else:
+            self._name = f"batch/{uuid.uuid4()}"
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> Staged:
+        """Stage a task's rows."""
+        return self._delivery.put(self._name, iterator)
+
+    def commit(self, messages: list[WriterCommitMessage | None]) -> None:
+        """All tasks are done."""
+        self._delivery.finish(messages)
+
+    def abort(self, messages: list[WriterCommitMessage | None]) -> None:
+        """A task failed for good."""
+        self._delivery.forget(messages)
+
+
+@plain_errors
+class StreamWriter(DataSourceStreamArrowWriter):
+    """Writes every batch of a query once; named by query and batch.
+
+    In complete mode a batch is the whole result so far, and each is published: a topic is a log.
     """
 
-    def __init__(self, rows: Iterable[pa.RecordBatch], topic: str | None, codec: str) -> None:
-        self.events = 0
-        self._sum = 0
-        self._options = msgspec.json.encode([topic, codec])
-        self._sizes: Any = np.zeros(BUCKETS, dtype=np.int64)
-        self._buckets: list[Any] = []
+    def __init__(self, options: dict[str, str], schema: StructType) -> None:
+        self._delivery = Delivery(sink_options(options), schema)
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> Staged:
+        """Stage a task's rows of one batch."""
+        task = TaskContext.get()
+        assert task is not None
+        query, batch = task.getLocalProperty(QUERY_ID), task.getLocalProperty(BATCH_ID)
+        if query is None or batch is None:
+            raise InvalidInput(
+                "Spark told neither query nor batch, so a repetition could not be known; "
+                "nothing was published. Use Spark 4.1 or newer"
+            )
+        return self._delivery.put(f"{query}/{batch}", iterator)
+
+    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
+        """All tasks of a batch are done."""
+        self._delivery.finish(messages)
+
+    def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
+        """A batch failed for good."""
+        self._delivery.forget(messages)
+
+
+# -- staging on the workers -----------------------------------------------------------------------
+
+INLINE_BYTES = 64 << 10
+"""Rows that travel in a message: less than the 1 MiB up to which Spark sends a task's result directly."""
+KEPT_S = 7 * 86_400.0
+"""Age at which a file that a killed task left is deleted; a batch does not take this long."""
+_MARK = "mark"
+
+
+@dataclass
+class Staged(WriterCommitMessage):
+    """What a task hands to the driver: its rows, or the file that holds them."""
+
+    name: str
+    """Of the batch; the same in every attempt."""
+    rows: int = 0
+    data: bytes | None = None
+    path: str | None = None
+
+
+@dataclass
+class Staging:
+    """Where tasks of one write leave their rows until the driver publishes the batch.
+
+    A few rows travel inside the task's message to the driver. More of them go into a file: in
+    `staging/` of a data folder, or in the driver's temporary folder when the worker sees the same one.
+    A worker of another machine sends all of its rows in the message, compressed.
+    """
+
+    folder: str
+    mark: str
+    """Random text in the folder, which a folder of the same name on another machine does not have;
+    empty for a data folder, which workers must see."""
+
+    @classmethod
+    def of(cls, url: str) -> Staging:
+        """The staging of a data folder, or of a broker; made on the driver."""
+        if not is_broker(url):
+            return cls(str(Path(url) / STAGING), "")
+        folder = Path(tempfile.gettempdir()) / f"penstock-staging-{os.getuid()}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        if found.st_uid != os.getuid() or found.st_mode & 0o077:
+            raise InvalidInput(
+                f"{folder} can be read by other users, so rows cannot wait there; nothing was "
+                "published. Remove it, or set TMPDIR to a folder of your own"
+            )
+        if not _mark(folder):
+            unfinished = folder / f"{_MARK}-{uuid.uuid4().hex}"
+            unfinished.write_text(uuid.uuid4().hex)
+            with contextlib.suppress(FileExistsError):
+                os.link(unfinished, folder / _MARK)  # complete, and never replaced
+            unfinished.unlink()
+        return cls(str(folder), _mark(folder) or uuid.uuid4().hex)
+
+    def put(self, name: str, rows: Iterator[pa.RecordBatch]) -> Staged:
+        """Store a task's rows; the unfinished file of a task that fails is removed."""
+        some: list[pa.RecordBatch] = []
+        size = 0
         for each in rows:
-            self._take(each, topic)
+            if each.num_rows:
+                some.append(each)
+                size += each.nbytes
+            if size > INLINE_BYTES and self._shared():
+                return self._into_a_file(name, some, rows)
+        if not some:
+            return Staged(name)
+        sink = pa.BufferOutputStream()
+        options = pa.ipc.IpcWriteOptions(compression="zstd" if size > INLINE_BYTES else None)
+        with pa.ipc.new_file(sink, some[0].schema, options=options) as writer:
+            for each in some:
+                writer.write_batch(each)
+        return Staged(name, sum(each.num_rows for each in some), sink.getvalue().to_pybytes())
 
-    def _take(self, rows: pa.RecordBatch, topic: str | None) -> None:
-        names = sorted(rows.schema.names)
-        at = {name: number for number, name in enumerate(names)}
-        columns = [rows.column(name).to_pylist() for name in names]
-        buckets: Any = np.empty(rows.num_rows, dtype=np.int32)
-        sizes: Any = np.empty(rows.num_rows, dtype=np.int64)
-        encode = msgspec.msgpack.Encoder().encode
-        for number, row in enumerate(zip(*columns, strict=True)):
-            values = list(row)
-            if "headers" in at and values[at["headers"]] is not None:
-                values[at["headers"]] = sorted(values[at["headers"]])
-            whole = encode(values)
-            self._sum += int.from_bytes(hashlib.blake2b(whole, digest_size=8).digest(), "little")
-            key = values[at["key"]] if "key" in at else None
-            if key is not None:
-                named = values[at["topic"]] if "topic" in at else None
-                buckets[number] = zlib.crc32(encode([named or topic, key])) % BUCKETS
-            else:
-                buckets[number] = zlib.crc32(whole) % BUCKETS
-            sizes[number] = len(whole) + ROW_BYTES
-        np.add.at(self._sizes, buckets, sizes)
-        self._buckets.append(buckets)
-        self.events += rows.num_rows
+    def _shared(self) -> bool:
+        """Whether the driver will find a file that is written here."""
+        return not self.mark or _mark(Path(self.folder)) == self.mark
 
-    @property
-    def digest(self) -> str:
-        """The same for the same rows in any order and cut."""
-        words = (self._sum & _WORD).to_bytes(8, "little")
-        return hashlib.blake2b(words + self._options, digest_size=16).hexdigest()
+    def _into_a_file(
+        self, name: str, first: Sequence[pa.RecordBatch], rest: Iterator[pa.RecordBatch]
+    ) -> Staged:
+        folder = Path(self.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{_stem(name)}-{uuid.uuid4().hex}.arrow"
+        count = 0
+        try:
+            with (
+                pa.OSFile(str(path), "wb") as file,
+                pa.ipc.new_file(file, first[0].schema) as writer,
+            ):
+                for rows in (first, rest):
+                    for each in rows:
+                        writer.write_batch(each)
+                        count += each.num_rows
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        return Staged(name, count, None, str(path))
 
-    def plan(self, batch: str, limit_bytes: int) -> Plan:
-        """Parts within the limit, as few as there can be; rows of one bucket are never cut."""
-        bounds, size = [0], 0
-        for bucket, more in enumerate(self._sizes.tolist()):
-            if size and size + more > limit_bytes:
-                bounds.append(bucket)
-                size = 0
-            size += more
-        return Plan(batch, self.events, self.digest, (*bounds, BUCKETS))
-
-    def part(
-        self, rows: Iterable[pa.RecordBatch], first: int, stop: int
-    ) -> Iterator[pa.RecordBatch]:
-        """The rows of some buckets, of the same batches that this was made of."""
-        for each, buckets in zip(rows, self._buckets, strict=True):
-            chosen = (buckets >= first) & (buckets < stop)
-            if chosen.any():
-                yield each.filter(pa.array(chosen))
+    def forget(self, name: str) -> None:
+        """Remove the files of a batch, of every attempt, and files older than `KEPT_S`."""
+        oldest = time.time() - KEPT_S
+        for path in Path(self.folder).glob("*.arrow"):
+            with contextlib.suppress(FileNotFoundError):
+                if path.name.startswith(f"{_stem(name)}-") or path.stat().st_mtime < oldest:
+                    path.unlink()
 
 
-# -- outgoing -------------------------------------------------------------------------------------
+def rows_of(staged: Sequence[Staged]) -> Iterator[pa.RecordBatch]:
+    """The rows of a batch, task by task; those in files are read when they are used."""
+    for each in staged:
+        if each.path is not None:
+            with pa.memory_map(each.path) as file:
+                yield from _batches(file)
+        elif each.data is not None:
+            yield from _batches(pa.BufferReader(each.data))
 
+
+def _batches(source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
+    reader = pa.ipc.open_file(source)
+    for index in range(reader.num_record_batches):
+        yield reader.get_batch(index)
+
+
+def _mark(folder: Path) -> str:
+    try:
+        return (folder / _MARK).read_text()
+    except OSError:  # not there: this is another machine, or another user's folder
+        return ""
+
+
+def _stem(name: str) -> str:
+    return hashlib.blake2b(name.encode(), digest_size=12).hexdigest()
+
+
+# -- publishing on the driver ---------------------------------------------------------------------
 
 ENVELOPE = ("key", "headers", "event_time", "codec")
 JSON = "json"
@@ -188,13 +321,13 @@ MAX_SHOWN_BYTES = 80
 TAKEN = (*ENVELOPE, "partition")
 Wanted = tuple[str, str, int | None, pa.Table]
 BATCH_EVENTS = 100_000
-# How long rows wait for a bus that has too much to do, or for the rate of their tenant; after that the
-# query fails, and goes on from its checkpoint when it is started again.
+# How long rows wait for a busy bus, or for the rate of their tenant; after that the query fails, and
+# continues from its checkpoint when it is started again.
 BUSY_S = 60.0
 
 
 def checked(rows: Iterable[pa.RecordBatch], codec: str) -> Iterator[pa.RecordBatch]:
-    """The rows of a task, none of which the bus or its consumers will stumble over."""
+    """The rows of a task; a null payload, or JSON that is none, is refused here."""
     failpoint("sink.task-begun")
     for each in rows:
         missing = each.column("payload").null_count
@@ -236,7 +369,7 @@ def _check_json(rows: pa.RecordBatch, codec: str) -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """What is published as one."""
+    """What is published as one batch."""
 
     name: str
     """The same in every attempt, and in no other batch."""
@@ -325,7 +458,7 @@ def _split(table: pa.Table, column: str, default: str | None) -> Iterator[tuple[
 
 
 def _of_partitions(table: pa.Table) -> Iterator[tuple[int | None, pa.Table]]:
-    """The rows that name a partition, by it, and those whose key shall choose it."""
+    """The rows of each partition they name, and those whose key chooses it."""
     if "partition" not in table.column_names:
         yield None, table
         return
@@ -346,7 +479,7 @@ def _as_events(table: pa.Table) -> pa.Table:
     return table
 
 
-class Outlet(Connection):
+class BatchPublisher(Connection):
     """A bus to publish batches to, each once."""
 
     def __init__(self, url: str, token: str | None) -> None:
@@ -357,7 +490,7 @@ class Outlet(Connection):
     def publish(self, rows: Callable[[], Iterator[pa.RecordBatch]], batch: Batch) -> bool:
         """All rows, once for the name of the batch; False when they had been published before.
 
-        `rows` gives them anew each time it is called: a large batch is walked several times.
+        `rows` yields them again at each call: a large batch is walked several times.
         """
         return self.wait(self._publish(rows, batch))
 
@@ -368,7 +501,7 @@ class Outlet(Connection):
                 return True
             try:
                 plan = await self._recorded(batch)
-            except AccessDenied:  # who may not read plans has not recorded one either
+            except AccessDenied:  # a client that may not read plans has not recorded one either
                 plan = None
             if plan is None or plan.done:
                 return False
@@ -418,7 +551,7 @@ class Outlet(Connection):
                 if time.monotonic() + busy.retry_after_s > give_up_at:
                     raise
                 await asyncio.sleep(busy.retry_after_s)
-            except ConnectionLost:  # whether it happened is found out by its key
+            except ConnectionLost:  # trying again with the same key tells whether it happened
                 if time.monotonic() > give_up_at:
                     raise
 
@@ -428,266 +561,122 @@ def _record(plan: Plan, batch: Batch) -> Wanted:
     return batch.plans, "json", None, pa.table(columns)
 
 
-_open: dict[tuple[str, str | None], Outlet] = {}
+_open: dict[tuple[str, str | None], BatchPublisher] = {}
 
 
-def outlet_at(url: str, token: str | None) -> Outlet:
-    """The outlet of a broker, the same one for the life of this process."""
+def publisher_at(url: str, token: str | None) -> BatchPublisher:
+    """The publisher to a broker, the same one for the life of this process."""
     key = (url, token)
     if key not in _open:
-        _open[key] = Outlet(url, token)
+        _open[key] = BatchPublisher(url, token)
     return _open[key]
 
 
-# -- staging --------------------------------------------------------------------------------------
+# -- parts of a large batch -----------------------------------------------------------------------
+
+BUCKETS = 4_096
+"""With parts of 128 MiB each, a batch of 500 GiB still has buckets enough."""
+ROW_BYTES = 64
+"""The most that an event takes besides its payload, key and headers."""
+_WORD = (1 << 64) - 1
 
 
-INLINE_BYTES = 64 << 10
-"""Rows that travel in a message: less than the 1 MiB up to which Spark sends a task's result directly."""
-KEPT_S = 7 * 86_400.0
-"""Age at which a file that a killed task left is deleted; a batch does not take this long."""
-_MARK = "mark"
+class Plan(msgspec.Struct, frozen=True):
+    """How a batch is cut; recorded on a topic, as JSON."""
 
+    batch: str
+    events: int
+    digest: str
+    """Of all rows and of the sink's options that decide where they go."""
+    bounds: tuple[int, ...]
+    """The buckets at which parts begin, and the end of the last."""
+    done: bool = False
+    """Recorded again like this with the last part."""
 
-@dataclass
-class Staged(WriterCommitMessage):
-    """What a task hands to the driver: its rows, or the file that holds them."""
+    @property
+    def parts(self) -> list[tuple[int, int]]:
+        """The ranges of buckets."""
+        return list(pairwise(self.bounds))
 
-    name: str
-    """Of the batch; the same in every attempt."""
-    rows: int = 0
-    data: bytes | None = None
-    path: str | None = None
-
-
-@dataclass
-class Staging:
-    """Where tasks of one write leave their rows."""
-
-    folder: str
-    mark: str
-    """What tells this folder from one of the same name on another machine; empty for a data folder,
-    which workers must see."""
-
-    @classmethod
-    def of(cls, url: str) -> Staging:
-        """The staging of a data folder, or of a broker; made on the driver."""
-        if not is_broker(url):
-            return cls(str(Path(url) / STAGING), "")
-        folder = Path(tempfile.gettempdir()) / f"penstock-staging-{os.getuid()}"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-        if found.st_uid != os.getuid() or found.st_mode & 0o077:
-            raise InvalidInput(
-                f"{folder} can be read by other users, so rows cannot wait there; nothing was "
-                "published. Remove it, or set TMPDIR to a folder of your own"
+    def check(self, rows: Rows) -> None:
+        """Refuse rows that are not those of the attempt that recorded the plan."""
+        if (self.events, self.digest) != (rows.events, rows.digest):
+            raise BatchChanged(
+                f"the batch {self.batch} was begun with {self.events:,} rows, some of them are "
+                f"published, and this attempt has {rows.events:,} rows that are not the same: its rows "
+                "or the sink's options `topic` and `codec` changed between attempts. Nothing more was "
+                "published. Restore the options, and make the query give the same rows again (leave "
+                "out rand(), uuid() and reads of what changes); a batch within `maxTransactionBytes` "
+                "has no such limit",
+                batch=self.batch,
+                events=self.events,
+                found=rows.events,
             )
-        if not _mark(folder):
-            unfinished = folder / f"{_MARK}-{uuid.uuid4().hex}"
-            unfinished.write_text(uuid.uuid4().hex)
-            with contextlib.suppress(FileExistsError):
-                os.link(unfinished, folder / _MARK)  # whole, and never another one
-            unfinished.unlink()
-        return cls(str(folder), _mark(folder) or uuid.uuid4().hex)
-
-    def put(self, name: str, rows: Iterator[pa.RecordBatch]) -> Staged:
-        """Leave a task's rows; what a task that fails began to write is removed."""
-        some: list[pa.RecordBatch] = []
-        size = 0
-        for each in rows:
-            if each.num_rows:
-                some.append(each)
-                size += each.nbytes
-            if size > INLINE_BYTES and self._shared():
-                return self._into_a_file(name, some, rows)
-        if not some:
-            return Staged(name)
-        sink = pa.BufferOutputStream()
-        options = pa.ipc.IpcWriteOptions(compression="zstd" if size > INLINE_BYTES else None)
-        with pa.ipc.new_file(sink, some[0].schema, options=options) as writer:
-            for each in some:
-                writer.write_batch(each)
-        return Staged(name, sum(each.num_rows for each in some), sink.getvalue().to_pybytes())
-
-    def _shared(self) -> bool:
-        """Whether the driver will find a file that is written here."""
-        return not self.mark or _mark(Path(self.folder)) == self.mark
-
-    def _into_a_file(
-        self, name: str, first: Sequence[pa.RecordBatch], rest: Iterator[pa.RecordBatch]
-    ) -> Staged:
-        folder = Path(self.folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{_stem(name)}-{uuid.uuid4().hex}.arrow"
-        count = 0
-        try:
-            with (
-                pa.OSFile(str(path), "wb") as file,
-                pa.ipc.new_file(file, first[0].schema) as writer,
-            ):
-                for rows in (first, rest):
-                    for each in rows:
-                        writer.write_batch(each)
-                        count += each.num_rows
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
-        return Staged(name, count, None, str(path))
-
-    def forget(self, name: str) -> None:
-        """Remove what tasks of a batch left, in every attempt, and what is too old to be wanted."""
-        oldest = time.time() - KEPT_S
-        for path in Path(self.folder).glob("*.arrow"):
-            with contextlib.suppress(FileNotFoundError):
-                if path.name.startswith(f"{_stem(name)}-") or path.stat().st_mtime < oldest:
-                    path.unlink()
 
 
-def rows_of(staged: Sequence[Staged]) -> Iterator[pa.RecordBatch]:
-    """The rows of a batch, task by task; those of files stay on the disk until they are looked at."""
-    for each in staged:
-        if each.path is not None:
-            with pa.memory_map(each.path) as file:
-                yield from _batches(file)
-        elif each.data is not None:
-            yield from _batches(pa.BufferReader(each.data))
+class Rows:
+    """Buckets, sizes and the digest of the rows of a large batch.
 
-
-def _batches(source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
-    reader = pa.ipc.open_file(source)
-    for index in range(reader.num_record_batches):
-        yield reader.get_batch(index)
-
-
-def _mark(folder: Path) -> str:
-    try:
-        return (folder / _MARK).read_text()
-    except OSError:  # not there: this is another machine, or another user's folder
-        return ""
-
-
-def _stem(name: str) -> str:
-    return hashlib.blake2b(name.encode(), digest_size=12).hexdigest()
-
-
-# -- sink -----------------------------------------------------------------------------------------
-
-
-QUERY_ID, BATCH_ID = "sql.streaming.queryId", "streaming.sql.batchId"
-
-
-class Delivery:
-    """How rows of one write get onto a bus."""
-
-    def __init__(self, options: SinkOptions, schema: StructType) -> None:
-        check_columns(schema, options.topic)
-        self.options = options
-        self.staging = Staging.of(options.url)
-
-    def put(self, name: str, rows: Iterator[pa.RecordBatch]) -> Staged:
-        """Stage a task's rows, of the batch of this name."""
-        staged = self.staging.put(name, checked(rows, self.options.codec))
-        failpoint("sink.task-done")
-        return staged
-
-    def finish(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        """All tasks are done: publish what they staged."""
-        staged = [each for each in messages if isinstance(each, Staged)]
-        if not staged:
-            return
-        failpoint("sink.before-commit")
-        # Without rows too: an attempt that had some may have published a part of them.
-        if any(each.rows for each in staged) or self._may_hold_a_part():
-            self._publish(staged)
-        failpoint("sink.after-commit")
-        self.forget(messages)
-
-    def _may_hold_a_part(self) -> bool:
-        """Whether there is a bus at all; a batch without rows makes none."""
-        return is_broker(self.options.url) or (Path(self.options.url) / ABOUT).exists()
-
-    def _publish(self, staged: Sequence[Staged]) -> None:
-        chosen = self.options
-        batch = Batch(
-            staged[0].name, chosen.topic, chosen.codec, chosen.max_transaction_bytes, chosen.plans
-        )
-        direct = is_broker(chosen.url)
-        outlet = (outlet_at if direct else Outlet)(chosen.url, chosen.token)
-        try:
-            outlet.publish(lambda: rows_of(staged), batch)
-        except PayloadTooLarge as error:
-            raise PayloadTooLarge(
-                f"{error.message}. Give the sink a smaller `maxTransactionBytes` (now "
-                f"{chosen.max_transaction_bytes}), or raise the limit",
-                **error.data,
-            ) from error
-        finally:
-            if not direct:
-                outlet.close()
-
-    def forget(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        """Remove what tasks staged."""
-        for name in {each.name for each in messages if isinstance(each, Staged)}:
-            self.staging.forget(name)
-
-
-@plain_errors
-class BatchWriter(DataSourceArrowWriter):
-    """Writes a DataFrame once; named by `queryId` and `batchId`, or by itself."""
-
-    def __init__(self, options: dict[str, str], schema: StructType, overwrite: bool) -> None:
-        chosen = sink_options(options)
-        if overwrite:
-            raise InvalidInput("a topic is a log: use mode('append'), nothing is overwritten")
-        if (chosen.query_id is None) != (chosen.batch_id is None):
-            raise InvalidInput("give `queryId` and `batchId` together, or neither")
-        self._delivery = Delivery(chosen, schema)
-        if chosen.query_id is not None:
-            # Several writes of one batch, as foreachBatch allows them, are told apart by their topics.
-            named = "" if chosen.topic is None else f"/{chosen.topic}"
-            self._name = f"{chosen.query_id}/{chosen.batch_id}{named}"
-        else:
-            self._name = f"batch/{uuid.uuid4()}"
-
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> Staged:
-        """Stage a task's rows."""
-        return self._delivery.put(self._name, iterator)
-
-    def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        """All tasks are done."""
-        self._delivery.finish(messages)
-
-    def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        """A task failed for good."""
-        self._delivery.forget(messages)
-
-
-@plain_errors
-class StreamWriter(DataSourceStreamArrowWriter):
-    """Writes every batch of a query once; named by query and batch.
-
-    In complete mode a batch is the whole result so far, and each is published: a topic is a log.
+    >>> one = pa.record_batch({"payload": [b"a", b"b"], "key": [b"k", None]})
+    >>> other = pa.record_batch({"payload": [b"b", b"a"], "key": [None, b"k"]})
+    >>> Rows([one], "t", "raw").digest == Rows([other], "t", "raw").digest
+    True
     """
 
-    def __init__(self, options: dict[str, str], schema: StructType) -> None:
-        self._delivery = Delivery(sink_options(options), schema)
+    def __init__(self, rows: Iterable[pa.RecordBatch], topic: str | None, codec: str) -> None:
+        self.events = 0
+        self._sum = 0
+        self._options = msgspec.json.encode([topic, codec])
+        self._sizes: Any = np.zeros(BUCKETS, dtype=np.int64)
+        self._buckets: list[Any] = []
+        for each in rows:
+            self._take(each, topic)
 
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> Staged:
-        """Stage a task's rows of one batch."""
-        task = TaskContext.get()
-        assert task is not None
-        query, batch = task.getLocalProperty(QUERY_ID), task.getLocalProperty(BATCH_ID)
-        if query is None or batch is None:
-            raise InvalidInput(
-                "Spark told neither query nor batch, so a repetition could not be known; "
-                "nothing was published. Use Spark 4.1 or newer"
-            )
-        return self._delivery.put(f"{query}/{batch}", iterator)
+    def _take(self, rows: pa.RecordBatch, topic: str | None) -> None:
+        names = sorted(rows.schema.names)
+        at = {name: number for number, name in enumerate(names)}
+        columns = [rows.column(name).to_pylist() for name in names]
+        buckets: Any = np.empty(rows.num_rows, dtype=np.int32)
+        sizes: Any = np.empty(rows.num_rows, dtype=np.int64)
+        encode = msgspec.msgpack.Encoder().encode
+        for number, row in enumerate(zip(*columns, strict=True)):
+            values = list(row)
+            if "headers" in at and values[at["headers"]] is not None:
+                values[at["headers"]] = sorted(values[at["headers"]])
+            whole = encode(values)
+            self._sum += int.from_bytes(hashlib.blake2b(whole, digest_size=8).digest(), "little")
+            key = values[at["key"]] if "key" in at else None
+            if key is not None:
+                named = values[at["topic"]] if "topic" in at else None
+                buckets[number] = zlib.crc32(encode([named or topic, key])) % BUCKETS
+            else:
+                buckets[number] = zlib.crc32(whole) % BUCKETS
+            sizes[number] = len(whole) + ROW_BYTES
+        np.add.at(self._sizes, buckets, sizes)
+        self._buckets.append(buckets)
+        self.events += rows.num_rows
 
-    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
-        """All tasks of a batch are done."""
-        self._delivery.finish(messages)
+    @property
+    def digest(self) -> str:
+        """The same for the same rows in any order and cut."""
+        words = (self._sum & _WORD).to_bytes(8, "little")
+        return hashlib.blake2b(words + self._options, digest_size=16).hexdigest()
 
-    def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
-        """A batch failed for good."""
-        self._delivery.forget(messages)
+    def plan(self, batch: str, limit_bytes: int) -> Plan:
+        """Parts within the limit, as few as there can be; rows of one bucket are never cut."""
+        bounds, size = [0], 0
+        for bucket, more in enumerate(self._sizes.tolist()):
+            if size and size + more > limit_bytes:
+                bounds.append(bucket)
+                size = 0
+            size += more
+        return Plan(batch, self.events, self.digest, (*bounds, BUCKETS))
+
+    def part(
+        self, rows: Iterable[pa.RecordBatch], first: int, stop: int
+    ) -> Iterator[pa.RecordBatch]:
+        """The rows of some buckets, of the same batches that this was made of."""
+        for each, buckets in zip(rows, self._buckets, strict=True):
+            chosen = (buckets >= first) & (buckets < stop)
+            if chosen.any():
+                yield each.filter(pa.array(chosen))

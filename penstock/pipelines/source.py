@@ -1,9 +1,8 @@
-"""Reading ahead: the next piece is read while Spark still takes the one before.
+"""`spark.read.format("penstock")` and `readStream`: topics as DataFrames.
 
-A worker that hands a piece to Spark waits until Spark has room for it. Without a thread, reading
-and taking would happen in turns, and a core would rest meanwhile.
-
-`spark.read.format("penstock")` and `readStream`: topics as DataFrames (row S1).
+The driver plans a read with `BatchReader` or `StreamReader`; each task reads its `Task` with `read`.
+A task reads one piece ahead: a worker that hands a piece to Spark waits until Spark has room for it,
+and the next piece is read meanwhile.
 """
 
 from __future__ import annotations
@@ -36,9 +35,8 @@ from pyspark.sql.types import StructType
 from penstock.model.errors import InvalidInput, UnknownTopic
 from penstock.model.parameter import place
 from penstock.model.topic import is_wildcard
-from penstock.pipelines import rows as event_time
 from penstock.pipelines.columns import LATE, VALUE, check_schema, row_ddl
-from penstock.pipelines.failure import failpoint, plain_errors, tell_skipped
+from penstock.pipelines.failure import failpoint, plain_errors, warn_skipped
 from penstock.pipelines.options import (
     SINKS,
     SOURCES,
@@ -60,75 +58,17 @@ from penstock.pipelines.plan import (
     expired,
     splits,
 )
-from penstock.pipelines.rows import Reading
-from penstock.pipelines.session import settle
+from penstock.pipelines.rows import Reading, newest_us
+from penstock.pipelines.session import freeze_modules
 from penstock.pipelines.sink import BatchWriter, StreamWriter
 from penstock.pipelines.stores import Store, store_at
 
-# -- readahead ------------------------------------------------------------------------------------
-
-
-T = TypeVar("T")
-AHEAD = 1  # pieces that wait; a second one would only take memory
-LOOK_S = 0.05  # between two looks whether anybody still wants what is read
-
-
-class _End(Exception):
-    """There is no more."""
-
-
-def read_ahead(pieces: Iterator[T]) -> Iterator[T]:
-    """The same pieces in the same order, each read before it is asked for; errors come at their place.
-
-    >>> list(read_ahead(iter("abc")))
-    ['a', 'b', 'c']
-    """
-    waiting: queue.Queue[T | BaseException] = queue.Queue(AHEAD)
-    over = threading.Event()
-    thread = threading.Thread(
-        target=_fill, args=(pieces, waiting, over), name="penstock-read-ahead", daemon=True
-    )
-    thread.start()
-    try:
-        while True:
-            piece = waiting.get()
-            if isinstance(piece, _End):
-                return
-            if isinstance(piece, BaseException):
-                raise piece
-            yield piece
-    finally:
-        # The thread uses the store, which the next task of this process needs for itself.
-        over.set()
-        thread.join()
-
-
-def _fill(
-    pieces: Iterator[T], waiting: queue.Queue[T | BaseException], over: threading.Event
-) -> None:
-    def put(piece: T | BaseException) -> bool:
-        while not over.is_set():
-            try:
-                waiting.put(piece, timeout=LOOK_S)
-            except queue.Full:
-                continue
-            return True
-        return False
-
-    try:
-        for piece in pieces:
-            if not put(piece):
-                return
-    except BaseException as error:
-        put(error)
-    else:
-        put(_End())
-
-
 # -- source ---------------------------------------------------------------------------------------
 
+T = TypeVar("T")
 
-# How an event's size is found for `maxBytesPerTrigger`: cheap before every batch, and near enough.
+# Partitions and events read to estimate the size of an event for `maxBytesPerTrigger`: few, because
+# they are read before every batch.
 SAMPLED_LANES, SAMPLED_EVENTS = 16, 100
 
 
@@ -149,13 +89,13 @@ class PenstockSource(DataSource):
         return row_ddl(options.columns, options.schema, late=late, comment=comment)
 
     def reader(self, schema: StructType) -> BatchReader:
-        """Read once; with filters pushed down where Spark was told to."""
+        """Read once; with filters pushed down if Spark was told to push them."""
         options = self._read_options(schema)
         pushing = os.environ.get(PUSHDOWN) == "1" if options.pushdown is None else options.pushdown
         return (PushingReader if pushing else BatchReader)(options, schema)
 
     def streamReader(self, schema: StructType) -> StreamReader:  # noqa: N802 - Spark's name
-        """Read on and on."""
+        """Read as a stream."""
         return StreamReader(self._read_options(schema), schema)
 
     def _read_options(self, schema: StructType) -> SourceOptions:
@@ -166,12 +106,12 @@ class PenstockSource(DataSource):
         return BatchWriter(with_tables(self.options, schema, SINKS), schema, overwrite)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:  # noqa: N802
-        """Write on and on."""
+        """Write as a stream."""
         return StreamWriter(with_tables(self.options, schema, SINKS), schema)
 
 
 class Task(InputPartition):
-    """Splits that one task reads, before which event time they are late, and where partitions began."""
+    """Splits that one task reads, the event time before which rows are late, and where partitions began."""
 
     def __init__(self, parts: Sequence[Split], late_before_us: int | None, bounds: Bounds) -> None:
         super().__init__(", ".join(map(str, parts)))
@@ -199,7 +139,7 @@ def _reading(options: SourceOptions, schema: StructType) -> Reading:
 
 @plain_errors
 class _Reader:
-    """What both ways of reading share."""
+    """What batch and stream readers share."""
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         self.options = options
@@ -256,32 +196,32 @@ class _Reader:
                 )
 
     def tell_expired(self, begin: Offsets, until: Offsets, bounds: Bounds) -> None:
-        """Warn of what will be skipped because retention took it; a task fails of it otherwise."""
+        """Warn of events that retention deleted, where they are skipped; otherwise a task fails on them."""
         if self.reading.skip_expired:
             for gone in set(expired(begin, until, bounds)) - self._told:
                 self._told.add(gone)
-                tell_skipped(gone)
+                warn_skipped(gone)
 
     def newest_us(self, parts: Iterable[Split], so_far_us: int) -> int:
         """The newest event time of some events, from which lateness is counted."""
         for split in parts:
             for rows in self.reading.stored(split, ["append_time", "event_time"]):
                 events, appended = (rows.column(at).view(pa.int64()).to_numpy() for at in (1, 0))
-                so_far_us = event_time.newest_us(events, appended, so_far_us)
+                so_far_us = newest_us(events, appended, so_far_us)
         return so_far_us
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """The rows of one task; Spark makes up a task without a partition where there is none."""
+        """The rows of one task; Spark makes a task without a partition where there are none."""
         if not isinstance(partition, Task):
             return
         failpoint("source.reading")
         yield from read_ahead(partition.rows(self.reading))
-        settle()
+        freeze_modules()
 
 
 @plain_errors
 class BatchReader(_Reader, DataSourceReader):
-    """Reads what there is between two points."""
+    """Reads the events between two points."""
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         super().__init__(options, schema)
@@ -370,7 +310,7 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
         ).as_json()
 
     def _too_few(self, place: Place, bounds: Bounds) -> bool:
-        """Whether a batch should wait for more; not when the query is to end with what there is."""
+        """Whether a batch should wait for more events; never when the query ends with those there are."""
         least = self.options.min_events_per_trigger
         if least is None or self._until is not None:
             return False
@@ -380,7 +320,7 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
         )
 
     def _check_there(self, place: Place, bounds: Bounds) -> None:
-        """A checkpoint of another query or bus, or of a topic that was made anew, does not fit."""
+        """Refuse a checkpoint of another query or bus, or of a topic that was deleted and created again."""
         place.check_reads(str(self.options.topics))
         if place.offsets and not place.offsets.keys() & bounds.keys():
             lane, offset = min(place.offsets.items())
@@ -434,7 +374,7 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         """The tasks of a batch."""
         begin, until = Place.from_json(start), Place.from_json(end)
-        # A batch that a crash left is not planned anew.
+        # A batch that a crash left is not planned again.
         until.check_reads(str(self.options.topics))
         until.check_bus(self.store().identity(), self.options.url)
         late_before_us = None
@@ -448,3 +388,61 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
         tasks = splits(begin, until, self.options.events_per_task)
         failpoint("source.planned")
         return [Task(parts, late_before_us, bounds) for parts in tasks]
+
+
+# -- reading ahead --------------------------------------------------------------------------------
+
+AHEAD = 1  # pieces that wait; a second one would only take memory
+LOOK_S = 0.05  # between two checks whether the caller has ended
+
+
+class _End(Exception):
+    """The end of the pieces."""
+
+
+def read_ahead(pieces: Iterator[T]) -> Iterator[T]:
+    """The same pieces in the same order, each read before it is asked for; errors come at their place.
+
+    >>> list(read_ahead(iter("abc")))
+    ['a', 'b', 'c']
+    """
+    waiting: queue.Queue[T | BaseException] = queue.Queue(AHEAD)
+    over = threading.Event()
+    thread = threading.Thread(
+        target=_fill, args=(pieces, waiting, over), name="penstock-read-ahead", daemon=True
+    )
+    thread.start()
+    try:
+        while True:
+            piece = waiting.get()
+            if isinstance(piece, _End):
+                return
+            if isinstance(piece, BaseException):
+                raise piece
+            yield piece
+    finally:
+        # The thread uses the store, which the next task of this process needs for itself.
+        over.set()
+        thread.join()
+
+
+def _fill(
+    pieces: Iterator[T], waiting: queue.Queue[T | BaseException], over: threading.Event
+) -> None:
+    def put(piece: T | BaseException) -> bool:
+        while not over.is_set():
+            try:
+                waiting.put(piece, timeout=LOOK_S)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+    try:
+        for piece in pieces:
+            if not put(piece):
+                return
+    except BaseException as error:
+        put(error)
+    else:
+        put(_End())

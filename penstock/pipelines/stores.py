@@ -1,13 +1,8 @@
-"""Connections of a Spark process to a bus: the loop they need runs in a thread beside.
+"""Stores: where a reader in a Spark process finds topics, offsets and rows.
 
-Stores: where a reader finds topics, bounds and rows, from a folder or from a broker.
-
-A Spark worker lives through many tasks and batches, so a store is opened once in a process and
-moved on from then.
-
-A store that reads a folder's files itself: sealed segments by column, the journal by batch.
-
-A store that asks a broker: for readers that do not see the folder, or may not.
+`FolderStore` reads a folder's files itself, `BrokerStore` asks a broker. A Spark worker runs many
+tasks, so `store_at` opens a store once in a process and reuses it. `Connection` is an open bus for code
+without an event loop: the loop runs in a thread.
 """
 
 from __future__ import annotations
@@ -38,51 +33,9 @@ from penstock.model.topic import is_system, is_wildcard, matches
 from penstock.pipelines.columns import repeated
 from penstock.pipelines.plan import Bounds, Split
 
-# -- connection -----------------------------------------------------------------------------------
-
+# -- stores ---------------------------------------------------------------------------------------
 
 T = TypeVar("T")
-
-
-def is_broker(url: str) -> bool:
-    """Whether a URL names a broker, and not a folder.
-
-    >>> is_broker("penstock://127.0.0.1"), is_broker("./data")
-    (True, False)
-    """
-    scheme, found, _ = url.partition("://")
-    return bool(found) and scheme in BROKER
-
-
-def credentials(token: str | None) -> dict[str, Any]:
-    """The settings that show a token to a broker, which knows the tenant it speaks for."""
-    return {} if token is None else {"client__token": token}
-
-
-class Connection:
-    """An open bus, for code that has no loop."""
-
-    def __init__(self, url: str, token: str | None, **more: Any) -> None:
-        self._thread = LoopThread()
-        try:
-            self.bus: Bus = self._thread.call(lambda: connect(url, **credentials(token), **more))
-            self.wait(self.bus.open())
-        except BaseException:
-            self._thread.stop()
-            raise
-
-    def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the bus's loop and wait for it."""
-        return self._thread.wait(work)
-
-    def close(self) -> None:
-        """Leave the bus."""
-        self.wait(self.bus.close())
-        self._thread.stop()
-
-
-# -- store ----------------------------------------------------------------------------------------
-
 
 # Rows handed to Spark at once: a row group of a segment, and never much memory.
 PIECE_EVENTS = 65_536
@@ -90,10 +43,10 @@ PIECE_BYTES = 8 << 20
 
 
 class Store(Protocol):
-    """One place that holds events."""
+    """A folder or a broker that holds events."""
 
     def identity(self) -> str:
-        """What tells this bus from every other; empty when it does not say."""
+        """The id of this bus; empty when a broker does not tell it."""
         ...
 
     def bounds(self, pattern: str) -> Bounds:
@@ -109,7 +62,7 @@ class Store(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release what it holds open."""
         ...
 
 
@@ -126,13 +79,7 @@ def store_at(url: str, token: str | None = None) -> Store:
 
 
 def _opener(url: str) -> Callable[[str, str | None], Store]:
-    if is_broker(url):
-        pass
-
-        return BrokerStore
-    pass
-
-    return FolderStore
+    return BrokerStore if is_broker(url) else FolderStore
 
 
 @atexit.register
@@ -142,10 +89,9 @@ def close_stores() -> None:
         _open.popitem()[1].close()
 
 
-# -- folder_store ---------------------------------------------------------------------------------
+# -- a folder -------------------------------------------------------------------------------------
 
-
-# What a segment says of every row of a stretch at once need not be read row by row.
+# Columns that a segment's metadata gives for a whole range of rows, so they are not read.
 CONSTANT = ("topic", "partition", "offset")
 
 
@@ -179,7 +125,7 @@ class FolderStore:
             self._readers.pop(number).close()
 
     def identity(self) -> str:
-        """What tells this bus from every other."""
+        """The id of this bus."""
         return read_identity(self._disk)
 
     def bounds(self, pattern: str) -> Bounds:
@@ -207,7 +153,7 @@ class FolderStore:
                     yield piece
                     at, moved = behind, False
             except (Corrupted, FileNotFoundError):
-                # A file that was sealed, merged or reclaimed since the look-up is no damage.
+                # A file that was sealed, merged or reclaimed since the look-up is not damaged.
                 if moved:
                     raise
                 moved = True
@@ -221,10 +167,10 @@ class FolderStore:
             split.topic, split.partition, at, min(PIECE_EVENTS, split.stop - at)
         )
         if not sources:
-            self._end_is_before(split, at)
+            self._raise_not_there(split, at)
         first = sources[0]
         if isinstance(first, InSegment):
-            last = min(at + self._stretch(first.info, split, at), split.stop) - 1
+            last = min(at + self._rows_in_range(first.info, split, at), split.stop) - 1
             scan = self._reader(first.info).scan(
                 split.topic, split.partition, at, last, [n for n in columns if n not in CONSTANT]
             )
@@ -234,7 +180,7 @@ class FolderStore:
             batches = self._log.load(sources, at, min(PIECE_EVENTS, split.stop - at))
             yield from _pieces(_gathered(batches, columns), at)
 
-    def _stretch(self, info: SegmentInfo, split: Split, at: int) -> int:
+    def _rows_in_range(self, info: SegmentInfo, split: Split, at: int) -> int:
         for each in info.ranges:
             if (each.topic, each.partition) == (split.topic, split.partition) and (
                 each.first_offset <= at <= each.last_offset
@@ -242,7 +188,7 @@ class FolderStore:
                 return each.last_offset + 1 - at
         raise AssertionError(f"{info.path} does not hold {split}")
 
-    def _end_is_before(self, split: Split, at: int) -> None:
+    def _raise_not_there(self, split: Split, at: int) -> None:
         first, end = self._log.bounds(split.topic, split.partition)
         raise OffsetExpired(
             f"{split.topic}/{split.partition}/{at} is not there: the log has {first} to {end - 1}. "
@@ -260,7 +206,7 @@ class FolderStore:
         return reader
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         for reader in self._readers.values():
             reader.close()
         self._log.close()
@@ -274,7 +220,7 @@ def _gathered(batches: Sequence[EventBatch], columns: Sequence[str]) -> pa.Recor
 def _completed(
     rows: pa.RecordBatch, columns: Sequence[str], split: Split, start: int
 ) -> pa.RecordBatch:
-    """Add the columns that are the same, or count up, in a whole stretch."""
+    """Add the columns that are the same, or count up, in a whole range of rows."""
     count = rows.num_rows
     arrays = []
     for name in columns:
@@ -298,7 +244,7 @@ def _pieces(rows: pa.RecordBatch, start: int) -> Iterator[tuple[int, pa.RecordBa
         yield start + begin + piece.num_rows, piece
 
 
-# -- broker_store ---------------------------------------------------------------------------------
+# -- a broker -------------------------------------------------------------------------------------
 
 
 class BrokerStore:
@@ -309,7 +255,7 @@ class BrokerStore:
         self._bus = self._connection.bus
 
     def identity(self) -> str:
-        """What tells the broker's bus from every other; older brokers do not say."""
+        """The id of the broker's bus; empty for older brokers, which do not tell it."""
         engine = self._bus.engine
         return engine.bus_id if isinstance(engine, BrokerEngine) else ""
 
@@ -362,3 +308,43 @@ async def _some(batches: AsyncIterator[EventBatch]) -> list[EventBatch]:
         if events >= PIECE_EVENTS or size >= PIECE_BYTES:
             break
     return some
+
+
+# -- connections ----------------------------------------------------------------------------------
+
+
+def is_broker(url: str) -> bool:
+    """Whether a URL names a broker, and not a folder.
+
+    >>> is_broker("penstock://127.0.0.1"), is_broker("./data")
+    (True, False)
+    """
+    scheme, found, _ = url.partition("://")
+    return bool(found) and scheme in BROKER
+
+
+def credentials(token: str | None) -> dict[str, Any]:
+    """The settings that show a token to a broker, which knows the tenant it speaks for."""
+    return {} if token is None else {"client__token": token}
+
+
+class Connection:
+    """An open bus, for code that has no loop."""
+
+    def __init__(self, url: str, token: str | None, **more: Any) -> None:
+        self._thread = LoopThread()
+        try:
+            self.bus: Bus = self._thread.call(lambda: connect(url, **credentials(token), **more))
+            self.wait(self.bus.open())
+        except BaseException:
+            self._thread.stop()
+            raise
+
+    def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the bus's loop and wait for it."""
+        return self._thread.wait(work)
+
+    def close(self) -> None:
+        """Leave the bus."""
+        self.wait(self.bus.close())
+        self._thread.stop()

@@ -46,7 +46,7 @@ from penstock.model.errors import (
 )
 from penstock.model.event import Identity
 from penstock.server.admin import http
-from penstock.server.admin import request as admin_request
+from penstock.server.admin import request as request_module
 from penstock.server.admin.endpoint import AdminContext
 from penstock.server.admin.http import ENDPOINTS, HttpServer, build_app
 from penstock.server.admin.openapi import plain_path
@@ -845,7 +845,7 @@ async def test_half_a_request_is_not_waited_for(
 ) -> None:
     """Neither half a head nor half a body holds a connection, and others are served meanwhile."""
     monkeypatch.setattr(http, "HEAD_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(admin_request, "BODY_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(request_module, "BODY_TIMEOUT_S", 0.3)
     head = b"POST /api/admin/dlq/purge HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\nContent-Type: application/json\r\n"  # fmt: skip
     health = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     for first, then, expected in (

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.bench import CASES, Case, Meter, Sample, Window, register, run_case
 from penstock.bench.peers import make_peer
-from penstock.bench.peers import operation as operations
+from penstock.bench.peers import operation as operation_module
 from penstock.bench.peers.operation import OPERATIONS
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ COUNTING = ["jetstream", "jetstream-sync", "redis"]  # RabbitMQ reports the leng
 async def test_each_operation_and_what_the_server_counts(
     peer: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operations, "FILL_MAX_S", 0.1)
+    monkeypatch.setattr(operation_module, "FILL_MAX_S", 0.1)
     assert peer.server_pid is None
     await peer.start(tmp_path / "server")
     try:

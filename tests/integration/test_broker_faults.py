@@ -34,7 +34,7 @@ from penstock import errors
 from penstock.core.entry import GroupSpec
 from penstock.core.retry import Retry
 from penstock.model.settings_loader import load
-from penstock.server import publish as storing
+from penstock.server import publish
 from penstock.server.auth import Authenticator
 from penstock.server.broker import tenants_view
 from penstock.server.daemon import Daemon
@@ -1094,7 +1094,7 @@ async def test_a_batch_over_the_rate_is_refused_on_the_loop_before_it_is_decoded
         monkeypatch.setattr(where, name, call)
 
     watched(metered.engine.admission, "peek", asked)
-    watched(storing, "inbound", decoded)
+    watched(publish, "inbound", decoded)
     batch = [random.randbytes(4_096)] * RATE_PER_S
     await eager.publish_many(METERED, batch)
     assert len(decoded) == 1
@@ -1203,8 +1203,8 @@ async def test_a_consumer_that_settles_nothing_in_time_costs_no_memory(
                             refused -= 1
                         refused += 1
                 [session] = daemon.broker.sessions.values()
-                [outlet] = session.feeds.queues()
-                assert len(outlet.held) <= 2 * 10 + 1
+                [subscription] = session.feeds.queues()
+                assert len(subscription.held) <= 2 * 10 + 1
                 assert len(bus.engine._feeds[1].held) <= 2 * 10 + 1  # type: ignore[attr-defined]
                 assert bool(refused) == late
     finally:

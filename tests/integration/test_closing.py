@@ -14,7 +14,7 @@ import pytest
 
 import penstock
 from penstock.core.entry import TopicGone
-from penstock.engines.embedded import runtime as writer
+from penstock.engines.embedded import runtime as runtime_module
 from penstock.engines.embedded.engine import EmbeddedEngine
 from penstock.engines.embedded.runtime import SLOW_WRITES, Runtime
 from penstock.log.disk import RealFile
@@ -96,7 +96,7 @@ async def test_everything_that_waits_is_stored_and_answered(
     writes: int,
 ) -> None:
     """Many commits wait behind one that a thread writes, or the kernel syncs."""
-    monkeypatch.setattr(writer, "HELD_UP_S", 1.0)
+    monkeypatch.setattr(runtime_module, "HELD_UP_S", 1.0)
     bus, gate = connect(tmp_path), Gate()
     await bus.open()
     for _ in range(writes):

@@ -33,7 +33,7 @@ class Reader:
         engine.runtime.read = self.read  # type: ignore[method-assign]
 
     async def read(self, function: Any, *args: Any) -> Any:
-        if function == self._load:  # not what the housekeeper reads
+        if function == self._load:  # not what maintenance reads
             self.begun += 1
             await self.wait(self.begun)
         return await self._read(function, *args)

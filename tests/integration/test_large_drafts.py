@@ -13,7 +13,7 @@ import pytest_asyncio
 
 import penstock
 from penstock.engines.embedded.batching import Batcher
-from penstock.server import publish as storing
+from penstock.server import publish as publish_module
 from penstock.server.daemon import Daemon
 from penstock.testing.broker_process import broker_inside
 
@@ -66,18 +66,18 @@ class Threads:
 def threads(monkeypatch: pytest.MonkeyPatch) -> Threads:
     """Notes which thread checks, and which one compresses."""
     found = Threads()
-    inbound, compress = storing.inbound, Batcher.compress
+    inbound, compress = publish_module.inbound, Batcher.compress
 
     def checked(*args: Any) -> Any:
         found.checked.append(threading.get_ident())
         return inbound(*args)
 
-    def compressed(layout: Batcher, batch: Any) -> None:
+    def compressed(batcher: Batcher, batch: Any) -> None:
         if batch.topic == "orders" and batch.compressor == "none":
             found.compressed.append(threading.get_ident())
-        compress(layout, batch)
+        compress(batcher, batch)
 
-    monkeypatch.setattr(storing, "inbound", checked)
+    monkeypatch.setattr(publish_module, "inbound", checked)
     monkeypatch.setattr(Batcher, "compress", compressed)
     return found
 

@@ -18,7 +18,7 @@ import zmq.asyncio
 import penstock
 from penstock import errors
 from penstock.testing.broker_process import BrokerProcess
-from penstock.wire import legacy as old
+from penstock.wire import legacy
 from penstock.wire import message as say
 from penstock.wire.frame import Frame, Kind, Mark
 from penstock.wire.limits import (
@@ -49,7 +49,7 @@ class Watch:
         self._thread = threading.Thread(target=self._run)
 
     def _run(self) -> None:
-        ping = old.Ping(b"!").message()
+        ping = legacy.Ping(b"!").message()
         with self._socket:
             while not self._end.is_set():
                 began = time.perf_counter()
@@ -339,11 +339,11 @@ async def test_an_old_command_with_too_large_a_payload_is_answered(tmp_path: Pat
     with BrokerProcess(tmp_path / "data").start(**flags) as broker:
         reader, writer = await asyncio.open_connection("127.0.0.1", broker.ports["tcp"])
         for size in (1_001, 1_000):
-            writer.write(old.LegacyPublish("a.b", bytes(size)).message())
+            writer.write(legacy.LegacyPublish("a.b", bytes(size)).message())
         async with asyncio.timeout(DEADLINE_S):
             stream, replies = StreamReader(1 << 20), []
             while len(replies) < 2:
                 replies += stream.feed(await reader.read(4_096))
         writer.close()
-    assert [command for command, _ in replies] == [old.LegacyReply.ERROR, old.LegacyReply.OK]
+    assert [command for command, _ in replies] == [legacy.LegacyReply.ERROR, legacy.LegacyReply.OK]
     assert errors.PayloadTooLarge.code.encode() in bytes(replies[0][1])

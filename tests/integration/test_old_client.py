@@ -14,8 +14,8 @@ import penstock
 from penstock.model.settings_loader import load
 from penstock.server.daemon import Daemon
 from penstock.server.publish import PublishHandler
-from penstock.server.transports import legacy as oldclient
-from penstock.wire import legacy as old
+from penstock.server.transports import legacy as legacy_transport
+from penstock.wire import legacy
 from penstock.wire.stream import StreamReader
 
 MIB = 1 << 20
@@ -26,25 +26,25 @@ class Caller:
 
     def __init__(self) -> None:
         self._stream = StreamReader(1 << 26)
-        self._replies: list[old.AnyReply] = []
-        self.leased: list[old.LegacyLeased] = []
-        self.notices: list[old.Notice] = []
+        self._replies: list[legacy.AnyReply] = []
+        self.leased: list[legacy.LegacyLeased] = []
+        self.notices: list[legacy.Notice] = []
 
     async def open(self, port: int) -> Caller:
         self._reader, self._writer = await asyncio.open_connection("127.0.0.1", port)
         return self
 
-    def tell(self, *commands: old.AnyCommand) -> None:
+    def tell(self, *commands: legacy.AnyCommand) -> None:
         self._writer.write(b"".join(command.message() for command in commands))
 
     async def _read(self) -> bool:
         async with asyncio.timeout(10):
             data = await self._reader.read(65_536)
         for message in self._stream.feed(data):
-            reply = old.parse_reply(*message)
-            if isinstance(reply, old.LegacyLeased):
+            reply = legacy.parse_reply(*message)
+            if isinstance(reply, legacy.LegacyLeased):
                 self.leased.append(reply)
-            elif isinstance(reply, old.Notice):
+            elif isinstance(reply, legacy.Notice):
                 self.notices.append(reply)
             else:
                 self._replies.append(reply)
@@ -56,17 +56,17 @@ class Caller:
                 return None
         return self._replies.pop(0)
 
-    async def call(self, command: old.AnyCommand) -> Any:
+    async def call(self, command: legacy.AnyCommand) -> Any:
         self.tell(command)
         return await self.reply()
 
-    async def events(self, count: int) -> list[old.LegacyLeased]:
+    async def events(self, count: int) -> list[legacy.LegacyLeased]:
         while len(self.leased) < count:
             assert await self._read(), "the connection has ended"
         found, self.leased = self.leased[:count], self.leased[count:]
         return found
 
-    async def notice(self) -> old.Notice:
+    async def notice(self) -> legacy.Notice:
         while not self.notices:
             await self._read()
         return self.notices.pop(0)
@@ -111,10 +111,10 @@ async def test_ok_means_durable(tmp_path: Path) -> None:
     daemon = broker_on(tmp_path / "data")
     await daemon.start()
     caller = await Caller().open(daemon.ports["tcp"])
-    assert await caller.call(old.Create("orders", 1)) == old.Ok()
-    caller.tell(*(old.LegacyPublish("orders", b"event %d" % number) for number in range(50)))
+    assert await caller.call(legacy.Create("orders", 1)) == legacy.Ok()
+    caller.tell(*(legacy.LegacyPublish("orders", b"event %d" % number) for number in range(50)))
     replies = [await caller.reply() for _ in range(50)]
-    assert replies == [old.Ok.stored(0, number) for number in range(50)]
+    assert replies == [legacy.Ok.stored(0, number) for number in range(50)]
     async with penstock.connect(f"{tmp_path / 'data'}?mode=ro") as bus:
         batches = [batch async for batch in bus.engine.read("orders", 0, 0, None)]
     found = [event.payload for batch in batches for event in batch]
@@ -124,10 +124,12 @@ async def test_ok_means_durable(tmp_path: Path) -> None:
 
 
 async def test_events_are_leased_and_acked(daemon: Daemon, caller: Caller) -> None:
-    caller.tell(*(old.LegacyPublish("orders.created", b"%d" % number) for number in range(5)))
+    caller.tell(*(legacy.LegacyPublish("orders.created", b"%d" % number) for number in range(5)))
     for _ in range(5):
-        assert isinstance(await caller.reply(), old.Ok)
-    assert await caller.call(old.LegacySubscribe("billing", "orders.*", 2)) == old.Ok.subscribed(1)
+        assert isinstance(await caller.reply(), legacy.Ok)
+    assert await caller.call(
+        legacy.LegacySubscribe("billing", "orders.*", 2)
+    ) == legacy.Ok.subscribed(1)
     seen = []
     for _ in range(2):
         both = await caller.events(2)
@@ -135,55 +137,55 @@ async def test_events_are_leased_and_acked(daemon: Daemon, caller: Caller) -> No
         for event in both:
             assert (event.topic, event.attempt, event.key) == ("orders.created", 1, None)
             seen.append(event.payload)
-            assert await caller.call(old.Ack(event.tag)) == old.Ok()
+            assert await caller.call(legacy.Ack(event.tag)) == legacy.Ok()
     [last] = await caller.events(1)
-    await caller.call(old.Ack(last.tag))
+    await caller.call(legacy.Ack(last.tag))
     assert [*seen, last.payload] == [b"0", b"1", b"2", b"3", b"4"]
     group = await daemon.engine.ask(penstock.engines.requests.DescribeGroup("billing"))
     assert group is not None
 
 
 async def test_nack_brings_it_again(caller: Caller) -> None:
-    await caller.call(old.LegacyPublish("orders", b"x"))
-    await caller.call(old.LegacySubscribe("billing", "orders", 10))
+    await caller.call(legacy.LegacyPublish("orders", b"x"))
+    await caller.call(legacy.LegacySubscribe("billing", "orders", 10))
     [first] = await caller.events(1)
-    assert await caller.call(old.Nack(first.tag, 20, "busy")) == old.Ok()
+    assert await caller.call(legacy.Nack(first.tag, 20, "busy")) == legacy.Ok()
     [second] = await caller.events(1)
     assert (second.payload, second.attempt, second.tag != first.tag) == (b"x", 2, True)
-    assert await caller.call(old.Nack(second.tag, old.LADDER_DELAY, "")) == old.Ok()
+    assert await caller.call(legacy.Nack(second.tag, legacy.LADDER_DELAY, "")) == legacy.Ok()
     [third] = await caller.events(1)
     assert third.attempt == 3
 
 
 async def test_a_late_ack_is_noticed(caller: Caller) -> None:
     """The lease runs from when the event is sent; then it comes again."""
-    await caller.call(old.LegacyPublish("orders", b"x"))
-    await caller.call(old.LegacySubscribe("billing", "orders", 10))
+    await caller.call(legacy.LegacyPublish("orders", b"x"))
+    await caller.call(legacy.LegacySubscribe("billing", "orders", 10))
     [first] = await caller.events(1)
     [again] = await caller.events(1)
     assert again.attempt == 2
-    assert await caller.call(old.Ack(first.tag)) == old.Ok()
+    assert await caller.call(legacy.Ack(first.tag)) == legacy.Ok()
     notice = await caller.notice()
     assert (notice.tag, notice.code) == (first.tag, "delivery.lease-expired")
-    assert await caller.call(old.Ack(again.tag)) == old.Ok()
+    assert await caller.call(legacy.Ack(again.tag)) == legacy.Ok()
 
 
 async def test_tags_are_settled_once(caller: Caller) -> None:
-    await caller.call(old.LegacyPublish("orders", b"x"))
-    await caller.call(old.LegacySubscribe("billing", "orders", 10))
+    await caller.call(legacy.LegacyPublish("orders", b"x"))
+    await caller.call(legacy.LegacySubscribe("billing", "orders", 10))
     [event] = await caller.events(1)
-    assert await caller.call(old.Ack(event.tag)) == old.Ok()
+    assert await caller.call(legacy.Ack(event.tag)) == legacy.Ok()
     for tag in (event.tag, 0, 2**64 - 1):
-        assert (await caller.call(old.Ack(tag))).code == "delivery.not-leased"
+        assert (await caller.call(legacy.Ack(tag))).code == "delivery.not-leased"
 
 
 async def test_what_a_client_held_returns_when_it_goes(daemon: Daemon, caller: Caller) -> None:
-    await caller.call(old.LegacyPublish("orders", b"x"))
-    await caller.call(old.LegacySubscribe("billing", "orders", 10))
+    await caller.call(legacy.LegacyPublish("orders", b"x"))
+    await caller.call(legacy.LegacySubscribe("billing", "orders", 10))
     await caller.events(1)
     caller.close()
     other = await Caller().open(daemon.ports["tcp"])
-    await other.call(old.LegacySubscribe("billing", "orders", 10))
+    await other.call(legacy.LegacySubscribe("billing", "orders", 10))
     [event] = await other.events(1)
     assert event.payload == b"x"
     other.close()
@@ -192,18 +194,19 @@ async def test_what_a_client_held_returns_when_it_goes(daemon: Daemon, caller: C
 async def test_replies_keep_the_order_of_commands(caller: Caller) -> None:
     """A ping behind a publish waits for the publish."""
     caller.tell(
-        old.Ping(b"0"), old.LegacyPublish("orders", b"x"), old.Ping(b"1"), old.LegacyPublish("bad topic", b""),
-        old.Ping(b"2"), old.Create("orders.made", 2), old.Ack(5), old.Ping(b"3"),
+        legacy.Ping(b"0"), legacy.LegacyPublish("orders", b"x"), legacy.Ping(b"1"), legacy.LegacyPublish("bad topic", b""),
+        legacy.Ping(b"2"), legacy.Create("orders.made", 2), legacy.Ack(5), legacy.Ping(b"3"),
     )  # fmt: skip
     replies = [await caller.reply() for _ in range(8)]
     assert [
-        reply.code if isinstance(reply, old.Error) else bytes(reply.body[:1]) for reply in replies
+        reply.code if isinstance(reply, legacy.Error) else bytes(reply.body[:1])
+        for reply in replies
     ] == [b"0", b"\0", b"1", "invalid.topic", b"2", b"", "delivery.not-leased", b"3"]
 
 
 async def test_an_idle_client_stays(daemon: Daemon, caller: Caller) -> None:
     """Old commands know no heartbeats; the transport answers for the client."""
-    await caller.call(old.LegacySubscribe("billing", "orders", 10))
+    await caller.call(legacy.LegacySubscribe("billing", "orders", 10))
     await asyncio.sleep(1.5)  # seven heartbeats
     async with penstock.connect(f"penstock://127.0.0.1:{daemon.ports['tcp']}") as bus:
         await bus.publish("orders", b"late")
@@ -212,20 +215,20 @@ async def test_an_idle_client_stays(daemon: Daemon, caller: Caller) -> None:
 
 async def test_with_new_clients_on_one_bus(daemon: Daemon, caller: Caller) -> None:
     async with penstock.connect(f"penstock://127.0.0.1:{daemon.ports['tcp']}") as bus:
-        await caller.call(old.LegacyPublish("orders", b"from the old one"))
+        await caller.call(legacy.LegacyPublish("orders", b"from the old one"))
         async with bus.subscribe("orders", group="new") as events:
             event = await events.get(5)
             assert event is not None
             assert event.payload == b"from the old one"
             await event.ack()
-        await caller.call(old.LegacySubscribe("old", "orders.*", 10))
+        await caller.call(legacy.LegacySubscribe("old", "orders.*", 10))
         await bus.publish("orders.created", {"id": 7}, key="k", headers={"a": "b"})
         [event] = await caller.events(1)
         assert (event.payload, event.key, event.topic) == (b'{"id":7}', b"k", "orders.created")
 
 
 async def test_a_deleted_group_is_noticed(daemon: Daemon, caller: Caller) -> None:
-    await caller.call(old.LegacySubscribe("billing", "orders", 10))
+    await caller.call(legacy.LegacySubscribe("billing", "orders", 10))
     await daemon.engine.ask(penstock.engines.requests.DeleteGroup("billing", confirm="DELETE"))
     notice = await caller.notice()
     assert (notice.tag, notice.code.split(".")[0]) == (0, "notfound")
@@ -236,14 +239,16 @@ async def test_a_token_is_wanted(tmp_path: Path) -> None:
     await daemon.start()
     port = daemon.ports["tcp"]
     stranger = await Caller().open(port)
-    assert (await stranger.call(old.LegacyPublish("orders", b"x"))).code == "access.unauthenticated"
+    assert (
+        await stranger.call(legacy.LegacyPublish("orders", b"x"))
+    ).code == "access.unauthenticated"
     assert await stranger.reply() is None
     liar = await Caller().open(port)
-    assert (await liar.call(old.LegacyAuth("guess", "", ""))).code == "access.unauthenticated"
+    assert (await liar.call(legacy.LegacyAuth("guess", "", ""))).code == "access.unauthenticated"
     friend = await Caller().open(port)
-    assert await friend.call(old.LegacyAuth("open sesame", "", "till-3")) == old.Ok()
-    assert isinstance(await friend.call(old.LegacyPublish("orders", b"x")), old.Ok)
-    twice = await friend.call(old.LegacyAuth("open sesame", "", "till-3"))
+    assert await friend.call(legacy.LegacyAuth("open sesame", "", "till-3")) == legacy.Ok()
+    assert isinstance(await friend.call(legacy.LegacyPublish("orders", b"x")), legacy.Ok)
+    twice = await friend.call(legacy.LegacyAuth("open sesame", "", "till-3"))
     assert twice.code == "connection.protocol"
     for caller in (stranger, liar, friend):
         caller.close()
@@ -254,7 +259,7 @@ async def test_a_token_is_wanted(tmp_path: Path) -> None:
     "data", [b"\x09\0\0\0\0", b"\x04\x01\0\0\0\xff", b"\x04\xff\xff\xff\xff", b"\x06\0\0\0\0"]
 )
 async def test_nonsense_is_answered_and_ended(daemon: Daemon, caller: Caller, data: bytes) -> None:
-    assert await caller.call(old.Ping(b"")) == old.Ok()
+    assert await caller.call(legacy.Ping(b"")) == legacy.Ok()
     caller._writer.write(data)
     assert (await caller.reply()).code == "connection.protocol"
     assert await caller.reply() is None
@@ -264,18 +269,18 @@ async def test_a_flood_of_commands_is_slowed_down(
     daemon: Daemon, caller: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No more than the limit is begun; of the rest one read waits, and what is behind stays in the socket."""
-    monkeypatch.setattr(oldclient, "MAX_WAITING", 8)
+    monkeypatch.setattr(legacy_transport, "MAX_WAITING", 8)
     waiting: list[int] = []
-    command = oldclient.OldClient.command
+    command = legacy_transport.OldClient.command
 
     def counted(self: Any, *message: Any) -> None:
         command(self, *message)
         waiting.append(len(self._slots))
 
-    monkeypatch.setattr(oldclient.OldClient, "command", counted)
-    caller.tell(*(old.LegacyPublish("orders", bytes(10_000)) for _ in range(500)))
+    monkeypatch.setattr(legacy_transport.OldClient, "command", counted)
+    caller.tell(*(legacy.LegacyPublish("orders", bytes(10_000)) for _ in range(500)))
     replies = [await caller.reply() for _ in range(500)]
-    assert replies[-1] == old.Ok.stored(0, 499)
+    assert replies[-1] == legacy.Ok.stored(0, 499)
     assert max(waiting) == 8
 
 
@@ -283,7 +288,7 @@ async def test_a_flood_of_large_events_is_slowed_down(
     daemon: Daemon, caller: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Q1, Q7: while the disk stalls, so many bytes are taken in and no more, as from other clients."""
-    monkeypatch.setattr(oldclient, "UNANSWERED_BYTES", 4 * MIB)
+    monkeypatch.setattr(legacy_transport, "UNANSWERED_BYTES", 4 * MIB)
     stalls = asyncio.Event()
     publish, begun = PublishHandler.publish, 0
 
@@ -294,40 +299,42 @@ async def test_a_flood_of_large_events_is_slowed_down(
         return await publish(*args)
 
     monkeypatch.setattr(PublishHandler, "publish", stalled)
-    assert await caller.call(old.Ping(b"hi")) == old.Ok(b"hi")
-    caller.tell(*(old.LegacyPublish("orders", bytes(MIB)) for _ in range(30)))
+    assert await caller.call(legacy.Ping(b"hi")) == legacy.Ok(b"hi")
+    caller.tell(*(legacy.LegacyPublish("orders", bytes(MIB)) for _ in range(30)))
     assert await caller.quiet(0.5)
     assert begun == 5, "four fill it, and the fifth is what goes beyond"
     stalls.set()
     replies = [await caller.reply() for _ in range(30)]
-    assert replies == [old.Ok.stored(0, offset) for offset in range(30)]
+    assert replies == [legacy.Ok.stored(0, offset) for offset in range(30)]
 
 
 async def test_a_large_delivery_does_not_end_the_connection(daemon: Daemon, caller: Caller) -> None:
     """Q1: one delivery may be as large as it likes; a client that reads it is not cut off."""
-    assert await caller.call(old.LegacySubscribe("billing", "orders", 0)) == old.Ok.subscribed(1)
+    assert await caller.call(
+        legacy.LegacySubscribe("billing", "orders", 0)
+    ) == legacy.Ok.subscribed(1)
     async with penstock.connect(f"penstock://127.0.0.1:{daemon.ports['tcp']}") as bus:
         await bus.publish_many("orders", [bytes(MIB) for _ in range(60)])
     for leased in await caller.events(60):
         assert leased.attempt == 1
-        caller.tell(old.Ack(leased.tag))
+        caller.tell(legacy.Ack(leased.tag))
     for _ in range(60):
-        assert await caller.reply() == old.Ok()
+        assert await caller.reply() == legacy.Ok()
 
 
 async def test_commands_that_come_in_one_read_are_all_carried_out(caller: Caller) -> None:
     """Q1: a client may send many before it reads; more than the broker works on at a time wait."""
-    assert await caller.call(old.Ping(b"hi")) == old.Ok(b"hi")
-    caller.tell(*(old.LegacyPublish("orders", b"%d" % number) for number in range(9_000)))
+    assert await caller.call(legacy.Ping(b"hi")) == legacy.Ok(b"hi")
+    caller.tell(*(legacy.LegacyPublish("orders", b"%d" % number) for number in range(9_000)))
     replies = [await caller.reply() for _ in range(9_000)]
-    assert replies == [old.Ok.stored(0, offset) for offset in range(9_000)]
+    assert replies == [legacy.Ok.stored(0, offset) for offset in range(9_000)]
 
 
 async def test_a_large_payload_takes_the_fast_path(daemon: Daemon, caller: Caller) -> None:
     """Row T13: an old command has no parts, and its payload leaves the loop all the same."""
     large = bytes(300 << 10)
-    assert isinstance(await caller.call(old.LegacyPublish("orders", large)), old.Ok)
+    assert isinstance(await caller.call(legacy.LegacyPublish("orders", large)), legacy.Ok)
     assert daemon.broker.fastpath.taken == 1
-    caller.tell(old.LegacySubscribe("g", "orders", 0))
+    caller.tell(legacy.LegacySubscribe("g", "orders", 0))
     [event] = await caller.events(1)
     assert event.payload == large

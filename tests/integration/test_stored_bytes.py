@@ -50,7 +50,7 @@ async def test_a_restart_keeps_the_number(
     assert sizes.stored_bytes["acme"] <= 50, "all of it was published within the window"
     emptied = small(retention__age_s=0.0)
     async with penstock.connect(folder, settings=emptied) as bus:
-        assert stored(bus) in (KEPT, 0)  # the first round of housekeeping may have been
+        assert stored(bus) in (KEPT, 0)  # the first round of maintenance may have run
         await bus.engine.maintenance.settle()
         await bus.engine.maintenance.settle()
         assert stored(bus) == 0

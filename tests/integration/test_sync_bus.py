@@ -13,9 +13,7 @@ import threading
 import pytest
 
 import penstock
-from penstock.bus import admin as desk
-from penstock.bus import drafting as publishing
-from penstock.bus import sync
+from penstock.bus import admin, drafting, sync
 
 
 def test_publish_subscribe_replay_and_desks(tmp_path) -> None:
@@ -264,12 +262,12 @@ def test_a_signal_that_comes_as_run_begins_is_heeded(tmp_path, state: str) -> No
 
 PAIRS = [
     (penstock.Bus, sync.SyncBus),
-    (desk.Topics, sync.SyncTopics),
-    (desk.Groups, sync.SyncGroups),
-    (desk.DeadLetters, sync.SyncDeadLetters),
-    (desk.Audit, sync.SyncAudit),
-    (desk.Routes, sync.SyncRoutes),
-    (desk.Schedules, sync.SyncSchedules),
+    (admin.Topics, sync.SyncTopics),
+    (admin.Groups, sync.SyncGroups),
+    (admin.DeadLetters, sync.SyncDeadLetters),
+    (admin.Audit, sync.SyncAudit),
+    (admin.Routes, sync.SyncRoutes),
+    (admin.Schedules, sync.SyncSchedules),
     (penstock.Subscription, sync.SyncSubscription),
     (penstock.Transaction, sync.SyncTransaction),
     (penstock.Event, sync.SyncEvent),
@@ -307,8 +305,8 @@ def test_connect_sync_takes_what_connect_takes() -> None:
 @pytest.mark.parametrize(
     ("options", "method"),
     [
-        (publishing.PublishOptions, penstock.Bus.publish),
-        (publishing.PublishManyOptions, penstock.Bus.publish_many),
+        (drafting.PublishOptions, penstock.Bus.publish),
+        (drafting.PublishManyOptions, penstock.Bus.publish_many),
     ],
     ids=["publish", "publish_many"],
 )

@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 
 import penstock
-from penstock.engines.broker import tcp as link_tcp
+from penstock.engines.broker import tcp as client_tcp
 from penstock.engines.broker.tcp import TcpLink as ClientLink
 from penstock.engines.broker.tcp import client_tls
 from penstock.model.errors import (
@@ -29,7 +29,7 @@ from penstock.model.errors import (
 )
 from penstock.model.settings import Settings
 from penstock.model.settings_loader import load
-from penstock.server.transports import tcp as tcp_link
+from penstock.server.transports import tcp as server_tcp
 from penstock.server.transports.tcp import STRANGER_FRAME_BYTES, TcpLink, TcpServer
 from penstock.testing.authority import Authority
 from penstock.wire import message as say
@@ -281,7 +281,7 @@ async def test_a_wrong_version_is_named(harness: Harness, raw: Raw) -> None:
 
 async def test_a_broker_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        link_tcp, "offer", lambda compressor: encode_message(0xFE, b'{"versions":[7]}')
+        client_tcp, "offer", lambda compressor: encode_message(0xFE, b'{"versions":[7]}')
     )
     harness = Harness()
     await harness.start()
@@ -399,7 +399,7 @@ async def test_a_silent_client_is_let_go(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
     """Connected, and nothing; or half a negotiation; or no Hello; or half an old command."""
-    monkeypatch.setattr(tcp_link, "HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(server_tcp, "HANDSHAKE_S", 0.2)
     raw = await Raw(harness.port).open()
     if sent:
         await raw.send(sent)
@@ -412,7 +412,7 @@ async def test_a_silent_client_is_let_go(
 async def test_a_welcomed_client_may_be_quiet(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp_link, "HANDSHAKE_S", 0.1)
+    monkeypatch.setattr(server_tcp, "HANDSHAKE_S", 0.1)
     client = await harness.client()
     await asyncio.sleep(0.4)
     assert (await client.call(Frame(Kind.PUBLISH, 1, b""))).request == 1
@@ -460,7 +460,7 @@ async def test_unanswered_requests_stop_the_reading(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client that sends faster than the broker stores is slowed down, not stored in memory."""
-    monkeypatch.setattr(tcp_link, "UNANSWERED_BYTES", 4 * MIB)
+    monkeypatch.setattr(server_tcp, "UNANSWERED_BYTES", 4 * MIB)
     harness.broker.echo = False
     client = await harness.client()
     for number in range(1, 65):
@@ -500,7 +500,7 @@ async def test_a_link_that_rests_reads_on_by_itself_and_not_before(harness: Harn
 async def test_closing_a_link_that_rests_does_not_wait_for_the_rest(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp_link, "LINGER_S", 60.0)
+    monkeypatch.setattr(server_tcp, "LINGER_S", 60.0)
     await harness.client()
     connection = harness.broker.connections[0]
     connection.link.rest(60.0)
@@ -520,7 +520,7 @@ async def test_a_bug_costs_one_connection(harness: Harness) -> None:
 async def test_compressed_requests_count_with_their_real_size(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp_link, "UNANSWERED_BYTES", 4 * MIB)
+    monkeypatch.setattr(server_tcp, "UNANSWERED_BYTES", 4 * MIB)
     harness.broker.echo = False
     client = await harness.client(compressor="zstd")
     client.link.send(Frame(Kind.PUBLISH, 1, b"", (bytes(20 * MIB),)))
@@ -579,7 +579,7 @@ async def test_what_is_queued_arrives_before_the_end(harness: Harness) -> None:
 async def test_a_client_that_never_reads_does_not_hold_up_the_end(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp_link, "LINGER_S", 0.2)
+    monkeypatch.setattr(server_tcp, "LINGER_S", 0.2)
     raw = await Raw(harness.port).open()
     await raw.negotiate()
     raw.writer.transport.pause_reading()  # type: ignore[attr-defined]
@@ -624,7 +624,7 @@ async def test_nobody_there() -> None:
 
 async def test_somebody_else_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that accepts and says nothing, or something else."""
-    monkeypatch.setattr(link_tcp, "OPEN_S", 0.2)
+    monkeypatch.setattr(client_tcp, "OPEN_S", 0.2)
     say_this = b""
     gone = []
 
@@ -675,7 +675,7 @@ async def test_a_broken_answer_ends_the_connection(harness: Harness) -> None:
 async def test_a_broker_that_never_reads_does_not_hold_up_the_end(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_tcp, "LINGER_S", 0.1)
+    monkeypatch.setattr(client_tcp, "LINGER_S", 0.1)
     client = await harness.client()
     connection = harness.broker.connections[0]
     connection.link._transport.pause_reading()

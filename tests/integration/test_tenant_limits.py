@@ -20,7 +20,7 @@ from penstock.engines.embedded.publisher import Bundle
 from penstock.server.broker import tenants_view
 from penstock.server.daemon import Daemon
 from penstock.server.metrics.engine_stats import quotas
-from penstock.server.transports import zeromq as zmq_link
+from penstock.server.transports import zeromq
 from penstock.testing.broker_process import BrokerProcess, broker_inside
 from penstock.wire.message import Hello
 
@@ -209,7 +209,7 @@ async def test_too_much_unanswered_over_zeromq_is_a_refusal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """T11: it names its limit and tenant, and is counted."""
-    monkeypatch.setattr(zmq_link, "UNANSWERED_BYTES", 50_000)
+    monkeypatch.setattr(zeromq, "UNANSWERED_BYTES", 50_000)
     began, go_on, publish = asyncio.Event(), asyncio.Event(), Bundle.publish
 
     async def slow(*args: Any) -> Any:
@@ -229,7 +229,7 @@ async def test_too_much_unanswered_over_zeromq_is_a_refusal(
                 await asyncio.wait_for(bus.publish("orders", bytes(60_000)), DEADLINE_S)
             assert caught.value.data["limit"] == "unanswered_bytes"
             assert caught.value.data["tenant"] == "acme"
-            assert caught.value.retry_after_s == zmq_link.RETRY_AFTER_S
+            assert caught.value.retry_after_s == zeromq.RETRY_AFTER_S
             assert daemon.counters.refusals == {("deferred", "unanswered_bytes", "acme"): 1}
             assert daemon.counters.frame_errors == {"rejected.deferred": 1}
             go_on.set()

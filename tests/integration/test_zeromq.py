@@ -26,9 +26,7 @@ from penstock.model.errors import (
     Rejected,
 )
 from penstock.model.settings import Server, Settings
-from penstock.server.transports import zeromq
-from penstock.server.transports import zeromq as zmq_link
-from penstock.server.transports import zeromq_peers as zmq_peers
+from penstock.server.transports import zeromq, zeromq_peers
 from penstock.server.transports.curve import make_keys, public_key
 from penstock.server.transports.link import Link
 from penstock.server.transports.zeromq import ZmqServer
@@ -378,7 +376,7 @@ async def test_a_message_without_end_ends_the_connection() -> None:
 
 async def test_a_message_without_end_of_a_known_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same after its welcome, with the limit of a frame."""
-    monkeypatch.setattr(zmq_peers, "LOOK_S", 0.1)
+    monkeypatch.setattr(zeromq_peers, "LOOK_S", 0.1)
     async with serving(max_frame_bytes=1 << 20) as (_, _, port), Client(port) as control:
         with await asyncio.to_thread(zmtp, port) as connection:
             greeting = b"".join(
@@ -395,8 +393,8 @@ async def test_a_client_far_ahead_of_the_broker_is_cut_off(
 ) -> None:
     """T1, Q7: libzmq reads whatever comes; who sends much more than is taken loses its connection."""
     monkeypatch.setattr(zeromq, "PARTS_PER_TURN", 8)
-    monkeypatch.setattr(zmq_peers, "AHEAD_BYTES", 1 << 20)
-    monkeypatch.setattr(zmq_peers, "AHEAD_LOOK_S", 0.01)
+    monkeypatch.setattr(zeromq_peers, "AHEAD_BYTES", 1 << 20)
+    monkeypatch.setattr(zeromq_peers, "AHEAD_LOOK_S", 0.01)
     received = EchoConnection.received
 
     def slowly(connection: EchoConnection, frame: Frame) -> None:
@@ -446,7 +444,7 @@ def _drip(connection: net.socket, part: bytes = PART) -> int:
 
 async def test_silent_strangers_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Row T1: who connects and says nothing of use holds a descriptor for a while, and that is all."""
-    monkeypatch.setattr(zmq_peers, "STRANGER_S", 0.3)
+    monkeypatch.setattr(zeromq_peers, "STRANGER_S", 0.3)
     async with serving() as (server, broker, port), Client(port) as control:
         silent = [await asyncio.to_thread(zmtp, port) for _ in range(20)]
         await until(lambda: len(server.peers) == 21)
@@ -473,7 +471,7 @@ async def test_an_eager_stranger_is_stopped() -> None:
 
 async def test_requests_without_answers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client cannot fill the broker's memory with requests: one too many is to come again later."""
-    monkeypatch.setattr(zmq_link, "UNANSWERED_BYTES", 1 << 20)
+    monkeypatch.setattr(zeromq, "UNANSWERED_BYTES", 1 << 20)
     async with serving() as (_, broker, port), Client(port) as client:
         received = broker.connections[0].frames
         for request in range(2, 52):  # SETTLE is never answered here
@@ -496,7 +494,7 @@ async def test_requests_without_answers_are_bounded(monkeypatch: pytest.MonkeyPa
 
 async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The broker refuses clients by name; beyond those, connections are not even kept."""
-    monkeypatch.setattr(zmq_peers, "MAX_STRANGERS", 5)
+    monkeypatch.setattr(zeromq_peers, "MAX_STRANGERS", 5)
     serve = serving(EchoBroker(room=1), max_connections=1)
     async with serve as (server, _, port), Client(port) as control:
         refused = Client(port)

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 import penstock
-from penstock.cli import invocation as exits
+from penstock.cli import invocation
 from penstock.cli.app import run
 from penstock.model.settings_loader import load
-from penstock.pipelines import pipeline as discovery
+from penstock.pipelines import pipeline
 from penstock.pipelines.lakehouse.warehouse import Warehouse
 from penstock.pipelines.pipeline import registered
 from penstock.server.auth import Authenticator
@@ -90,7 +90,7 @@ def test_a_tenants_token_opens_what_is_its_own(spark, project, guarded, capsys) 
     *_, standing = said(capsys)
     assert (standing["lag"], standing["offsets"]) == (0, {f"{TOPIC}/0": 2})
     for words in (["run", "dead-letters"], ["status", "shifted", *state]):
-        assert run(told(project, guarded.url(), *words)) == exits.REFUSED
+        assert run(told(project, guarded.url(), *words)) == invocation.REFUSED
         assert "a token is needed here" in capsys.readouterr().out
 
 
@@ -101,16 +101,16 @@ def test_a_package_brings_pipelines_by_entry_point(project, capsys, monkeypatch)
     """S6: an entry point of the group names a module, and loading it is enough."""
     (project / "shop_pipelines.py").write_text(OWN.replace('"shifted"', '"of-a-package"'))
     monkeypatch.syspath_prepend(project)
-    point = EntryPoint("shop", "shop_pipelines", discovery.GROUP)
+    point = EntryPoint("shop", "shop_pipelines", pipeline.GROUP)
 
     def installed(*, group: str) -> list[EntryPoint]:
         return [point] if group == "penstock.pipelines" else []
 
-    monkeypatch.setattr(discovery, "entry_points", installed)
+    monkeypatch.setattr(pipeline, "entry_points", installed)
     try:
         assert run(told(project, "data", "list")) == 0
         assert {"of-a-package", "shifted", "usage"} <= {row["name"] for row in said(capsys)}
-        assert discovery.find("of-a-package").function.__module__ == "shop_pipelines"
+        assert pipeline.find("of-a-package").function.__module__ == "shop_pipelines"
     finally:
         registered.pop("of-a-package", None)
 

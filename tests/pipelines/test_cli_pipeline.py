@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import penstock
-from penstock.cli import invocation as exits
+from penstock.cli import invocation
 from penstock.cli.app import run
 from penstock.pipelines import session
 from penstock.pipelines.lakehouse.warehouse import Warehouse, identifier, table_files
@@ -115,7 +115,7 @@ def test_a_pipeline_is_tested_on_rows_of_a_file(spark, project, capsys) -> None:
     assert run(words(project, "test", "scaled", str(rows), "--expect", str(bad))) == 1
     assert capsys.readouterr().out.splitlines() == ['- {"n":9}', '+ {"n":8}']
     rows.write_text('{"payload": {"n": 4}, "event_time": "yesterday"}')
-    assert run(words(project, "test", "scaled", str(rows))) == exits.INVALID
+    assert run(words(project, "test", "scaled", str(rows))) == invocation.INVALID
     assert "event_time is a time (a datetime, text such as" in capsys.readouterr().out
 
 
@@ -168,7 +168,7 @@ def test_what_is_wrong_is_said_before_java_starts(project, capsys, monkeypatch, 
         raise AssertionError("a session was asked for")
 
     monkeypatch.setattr(session, "spark_session", started)
-    assert run(words(project, *more)) in (exits.INVALID, exits.NOT_FOUND)
+    assert run(words(project, *more)) in (invocation.INVALID, invocation.NOT_FOUND)
     assert why in capsys.readouterr().out
 
 

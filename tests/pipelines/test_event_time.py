@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import penstock
-from penstock.pipelines import pipeline as discovery
+from penstock.pipelines import pipeline
 from penstock.pipelines.rows import delay, seconds
 from penstock.pipelines.run import Route, run_batch, start
 
@@ -74,7 +74,7 @@ def publish(folder: Path, orders: Sequence[Order], topic: str = ORDERS) -> None:
 
 
 def run(spark: Any, name: str, folder: Path) -> Any:
-    made = discovery.find(name, EXAMPLES)
+    made = pipeline.find(name, EXAMPLES)
     query = start(made, spark, Route(str(folder)), checkpoint=folder / "cp" / name, once=True)
     query.awaitTermination()
     return query
@@ -238,7 +238,7 @@ def test_a_batch_counts_all_but_the_future(spark: Any, tmp_path: Path, given: An
     """The same function over the same topics; a batch knows no late events."""
     for orders in given:
         publish(tmp_path, orders)
-    made = discovery.find("sold-by-minute", EXAMPLES)
+    made = pipeline.find("sold-by-minute", EXAMPLES)
     rows = [row.payload for row in run_batch(made, spark, Route(str(tmp_path))).collect()]
     parsed = [json.loads(row) for row in rows]
     assert sum(row["orders"] for row in parsed if "window" in row) == 6 * 60

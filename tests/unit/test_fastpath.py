@@ -1,8 +1,9 @@
-"""The fast path of large payloads: off the loop above the cut-over, by the settings (T13)."""
+"""Large payloads are handled in threads above the cut-over, as the settings say (T13)."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from queue import Queue
@@ -11,7 +12,7 @@ import pytest
 
 from penstock.model.errors import Deferred
 from penstock.model.settings import FastPath as Settings
-from penstock.server.fastpath import FastPath
+from penstock.server.fastpath import FastPath, ThreadLane
 
 LARGE = 256 << 10
 
@@ -93,3 +94,23 @@ async def test_what_is_large_is_let_go_of_by_a_thread_and_what_is_small_here() -
     assert dropped_by(LARGE - 1) == here
     assert dropped_by(LARGE) != here
     path.close()
+
+
+def fails() -> None:
+    raise ValueError("no frame")
+
+
+async def test_an_error_of_a_closed_connection_is_not_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Q1: a connection that ended meanwhile does not read the error; a client cannot fill the log so."""
+    fastpath = FastPath(Settings())
+    thread_lane: ThreadLane[str, None] = ThreadLane(fastpath, lambda work, item, behind: None)
+    assert thread_lane.begin("frame", 1 << 20, fails)
+    async with asyncio.timeout(5):
+        while thread_lane.busy:
+            await asyncio.sleep(0.001)
+    await asyncio.sleep(0)
+    gc.collect()
+    fastpath.close()
+    assert "never retrieved" not in caplog.text

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from penstock.log import sealing as rewrite
+from penstock.log import sealing
 from penstock.log.disk import RealDisk
 from penstock.log.manifest import Manifest
 from penstock.log.recovery import check_folder
@@ -165,7 +165,7 @@ def seal(folder: Path, start: int) -> None:
             each.base_offset, each.append_time_us = base, DAY_US
         inputs = [JournalInput(base, base + 3)]
         job = Job(first_id=manifest.next_id, settings=options, journal=inputs)
-        result = rewrite.run(disk, job, lambda *_, made=batches: rewrite.packed(made))
+        result = sealing.run(disk, job, lambda *_, made=batches: sealing.packed(made))
         manifest.apply(result.added, result.removed, sealed_to=base + 3, at_us=DAY_US)
     manifest.close()
 

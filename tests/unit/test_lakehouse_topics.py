@@ -9,7 +9,7 @@ from typing import Any
 import duckdb
 import pytest
 
-from penstock.log import sealing as rewrite
+from penstock.log import sealing
 from penstock.log.disk import RealDisk
 from penstock.log.manifest import Manifest
 from penstock.log.recovery import check_folder
@@ -25,7 +25,7 @@ from penstock.model.errors import (
     Unsupported,
 )
 from penstock.model.settings import Sealing
-from penstock.pipelines.lakehouse import topics as copies
+from penstock.pipelines.lakehouse import topics
 from penstock.pipelines.lakehouse.iceberg import IcebergTable, data_files
 from penstock.pipelines.lakehouse.topics import PRESENT_PROPERTY, sync_topics
 from penstock.pipelines.lakehouse.warehouse import Warehouse, table_files
@@ -66,12 +66,12 @@ class Log:
         self.end += 1
         first = self.manifest.next_id
         job = Job(first_id=first, settings=options, journal=[JournalInput(0, self.end)])
-        return self._apply(rewrite.run(self.disk, job, lambda *_: rewrite.packed(batches)))
+        return self._apply(sealing.run(self.disk, job, lambda *_: sealing.packed(batches)))
 
     def merge(self, *numbers: int, options: Sealing = OWN) -> list[int]:
         chosen = [info for info in self.manifest.segments() if info.id in numbers]
         job = Job(first_id=self.manifest.next_id, settings=options, segments=chosen)
-        made = self._apply(rewrite.run(self.disk, job, lambda *_: iter(())))
+        made = self._apply(sealing.run(self.disk, job, lambda *_: iter(())))
         for info in chosen:
             self.disk.remove(info.path)
         return made
@@ -82,7 +82,7 @@ class Log:
         for path in paths:
             self.disk.remove(path)
 
-    def _apply(self, result: rewrite.SealingResult) -> list[int]:
+    def _apply(self, result: sealing.SealingResult) -> list[int]:
         self.manifest.apply(
             result.added, result.removed, sealed_to=result.sealed_to or self.end, at_us=NOW_US
         )
@@ -228,7 +228,7 @@ def test_a_shared_segment_that_becomes_one_of_its_own_replaces_its_copy(
     assert rows(warehouse) == expected(ACME, 3)
     assert table_files(warehouse, TABLE) != [copy]
     assert Path(copy).exists(), "a reader may still be at it"
-    monkeypatch.setattr(copies, "KEEP_S", -1.0)
+    monkeypatch.setattr(topics, "KEEP_S", -1.0)
     log.seal(batch(ACME, 3))
     sync_topics(log.folder, warehouse)
     assert not Path(copy).exists()

@@ -13,17 +13,12 @@ import pytest
 from penstock.core.entry import GroupSpec
 from penstock.core.retry import Retry
 from penstock.model.event import Receipt
-from penstock.server import broker as connection
-from penstock.server import publish as storing
-from penstock.server import session
-from penstock.server import subscriptions as feeds
-from penstock.server.transports import legacy as oldclient
+from penstock.server import broker, publish, session, subscriptions
+from penstock.server.transports import legacy as legacy_transport
 from penstock.server.transports import link, zeromq
-from penstock.server.transports import tcp as tcp_link
-from penstock.wire import encodings as mark
-from penstock.wire import frame, message, negotiation
-from penstock.wire import legacy as oldcommand
-from penstock.wire import limits as bound
+from penstock.server.transports import tcp as server_tcp
+from penstock.wire import encodings, frame, limits, message, negotiation
+from penstock.wire import legacy as legacy_wire
 from penstock.wire.frame import Kind
 from penstock.wire.protobuf import DeliverEvents, EventItem, Result
 from tools.reference import ask
@@ -82,36 +77,36 @@ def test_kinds() -> None:
 
 def test_old_commands() -> None:
     found = re.findall(r"^\| (0x[0-9a-f]{2}) \| ([A-Z]+) \| (?!client|broker)", TEXT, re.MULTILINE)
-    commands = [*oldcommand.Command, *oldcommand.LegacyReply]
+    commands = [*legacy_wire.Command, *legacy_wire.LegacyReply]
     assert found == [(f"0x{each:02x}", each.name) for each in commands]
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        f"{tcp_link.HANDSHAKE_S:.0f} seconds from connecting",
-        f"no body may be over {tcp_link.STRANGER_FRAME_BYTES >> 20} MiB",
+        f"{server_tcp.HANDSHAKE_S:.0f} seconds from connecting",
+        f"no body may be over {server_tcp.STRANGER_FRAME_BYTES >> 20} MiB",
         f"more than {link.UNANSWERED_BYTES >> 20} MiB of a client's requests",
         f"at most {negotiation.MAX_NEGOTIATION_BYTES >> 10} KiB",
         f"0 to {frame.MAX_PARTS:,} byte strings",
         f"at most {frame.MAX_META_BYTES >> 20} MiB and from clients",
         f"the last {session.MAX_KEPT_ANSWERS:,}, at most {session.MAX_KEPT_BYTES >> 20} MiB",
-        f"| feeds of a session | {feeds.MAX_FEEDS:,} |",
+        f"| feeds of a session | {subscriptions.MAX_FEEDS:,} |",
         f"| partitions in `log_held` of one Subscribe | {message.MAX_LOG_HELD:,};",
         f"| heartbeats of a session | {session.MAX_BEATS_PER_S} a second;",
-        f"| meta of Publish, Transact and Ask | {bound.MAX_MESSAGE_BYTES >> 20} MiB |",
-        f"| meta of Subscribe | {bound.MAX_SUBSCRIBE_BYTES >> 20} MiB |",
-        f"| meta of other requests | {bound.MAX_SMALL_BYTES >> 20} MiB |",
+        f"| meta of Publish, Transact and Ask | {limits.MAX_MESSAGE_BYTES >> 20} MiB |",
+        f"| meta of Subscribe | {limits.MAX_SUBSCRIBE_BYTES >> 20} MiB |",
+        f"| meta of other requests | {limits.MAX_SMALL_BYTES >> 20} MiB |",
         f"| meta from the broker | {frame.MAX_META_BYTES >> 20} MiB |",
-        f"| values in a meta of a client | {bound.MAX_VALUES:,}; {bound.MAX_SETTLE_VALUES:,} in a Settle, and in protobuf |",
-        f"| drafts of one Publish | {storing.MAX_DRAFTS:,};",
+        f"| values in a meta of a client | {limits.MAX_VALUES:,}; {limits.MAX_SETTLE_VALUES:,} in a Settle, and in protobuf |",
+        f"| drafts of one Publish | {publish.MAX_DRAFTS:,};",
         f"Penstock names {message.MAX_HELD:,};",
-        f"that break the protocol | {connection.MAX_VIOLATIONS} are answered",
+        f"that break the protocol | {broker.MAX_VIOLATIONS} are answered",
         f"that break the protocol | {zeromq.MAX_VIOLATIONS} are answered",
-        f"more than {mark.MAX_EVENTS:,} events or {mark.MAX_EVENTS_BYTES >> 20} MiB",
-        f"At most {oldclient.MAX_SUBSCRIPTIONS} subscriptions; while {oldclient.MAX_WAITING:,} commands",
-        f"most outstanding (0: {oldcommand.DEFAULT_OUTSTANDING})",
-        f"rest, at most {oldcommand.MAX_PING_BYTES >> 10} KiB",
+        f"more than {encodings.MAX_EVENTS:,} events or {encodings.MAX_EVENTS_BYTES >> 20} MiB",
+        f"At most {legacy_transport.MAX_SUBSCRIPTIONS} subscriptions; while {legacy_transport.MAX_WAITING:,} commands",
+        f"most outstanding (0: {legacy_wire.DEFAULT_OUTSTANDING})",
+        f"rest, at most {legacy_wire.MAX_PING_BYTES >> 10} KiB",
     ],
 )
 def test_numbers(words: str) -> None:

@@ -16,7 +16,7 @@ import penstock
 from penstock.log.audit_reader import IDENTITY_DIGITS, read_identity
 from penstock.log.disk import RealDisk
 from penstock.model.errors import InvalidInput
-from penstock.pipelines.failure import passed_on
+from penstock.pipelines.failure import relay_warning
 from penstock.pipelines.options import offsets_of, sink_options, source_options
 from penstock.pipelines.plan import Place, ahead, splits
 from penstock.pipelines.source import StreamReader
@@ -184,8 +184,8 @@ def test_what_retention_took_is_told_once_and_counted_only_if_it_is_skipped(
 
 
 def test_warnings_of_the_planner_are_found_among_what_java_prints(caplog) -> None:
-    assert passed_on("penstock warning: a/0/3..7 is skipped")
-    assert not passed_on("26/11/16 WARN Utils: a word of Spark's")
+    assert relay_warning("penstock warning: a/0/3..7 is skipped")
+    assert not relay_warning("26/11/16 WARN Utils: a word of Spark's")
     assert [(each.name, each.message) for each in caplog.records] == [
         ("penstock.pipelines", "a/0/3..7 is skipped")
     ]

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from penstock.model.errors import PipelineFailed
-from penstock.pipelines import progress as display
+from penstock.pipelines import progress
 from penstock.pipelines.progress import Meter, lag, summary
 
 END = {"penstock": 1, "topics": {"orders": {"0": 400}}, "newest_us": 0, "began": {}}
@@ -162,14 +162,14 @@ def test_events_that_were_skipped_are_counted_and_shown() -> None:
     meter = Meter(query)  # type: ignore[arg-type]
     assert meter.look()
     assert meter.skipped_events == 7
-    assert display.line("risk", meter).endswith("skipped 7")
+    assert progress.line("risk", meter).endswith("skipped 7")
 
 
 def test_a_query_without_a_batch_has_no_numbers() -> None:
     meter = Meter(Query())  # type: ignore[arg-type]
     assert not meter.look()
-    assert display.line("risk", meter) == "risk  waiting for the first batch"
-    assert display.caught_up(meter) == 1
+    assert progress.line("risk", meter) == "risk  waiting for the first batch"
+    assert progress.caught_up(meter) == 1
 
 
 def watched(query: Query, *, terminal: bool, quiet: bool = False) -> str:
@@ -177,7 +177,7 @@ def watched(query: Query, *, terminal: bool, quiet: bool = False) -> str:
     console = Console(
         file=printed, force_terminal=terminal, width=160, quiet=quiet, _environ={}
     )  # whatever terminal the tests have
-    display.watch({"risk-tags": query}, console=console, quiet=quiet)  # type: ignore[dict-item]
+    progress.watch({"risk-tags": query}, console=console, quiet=quiet)  # type: ignore[dict-item]
     return printed.getvalue()
 
 
@@ -207,10 +207,10 @@ def test_a_failed_query_is_raised_in_words() -> None:
 
 
 def test_watching_ends_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(display, "LOOK_S", 0.0)
+    monkeypatch.setattr(progress, "LOOK_S", 0.0)
     answers = iter([False, False, True])
     looks = []
-    meters = display.watch(
+    meters = progress.watch(
         {"risk-tags": Query(0, active=True)},  # type: ignore[dict-item]
         until=lambda: next(answers),
         quiet=True,

@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from penstock.cli import invocation as exits
+from penstock.cli import invocation
 from penstock.cli.app import run
 from penstock.model.errors import InvalidSettings, MissingExtra, UnfitEnvironment
 from penstock.pipelines import session
-from penstock.pipelines import session as shipment
 from penstock.pipelines.plan import PUSHDOWN
 from penstock.pipelines.session import (
     REQUIREMENTS,
@@ -135,7 +134,7 @@ def test_a_java_that_does_not_come_up_is_quoted(
 
 
 def test_the_shipment_imports_by_itself_and_brings_its_codecs(tmp_path: Path) -> None:
-    archive = shipment.pack(tmp_path)
+    archive = session.pack(tmp_path)
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "import penstock.model.codec\n"
@@ -152,7 +151,7 @@ def test_the_shipment_imports_by_itself_and_brings_its_codecs(tmp_path: Path) ->
 def test_the_shipment_is_the_same_bytes_each_time(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-    one, two = shipment.pack(tmp_path / "one"), shipment.pack(tmp_path / "two")
+    one, two = session.pack(tmp_path / "one"), session.pack(tmp_path / "two")
     assert one.read_bytes() == two.read_bytes()
     names = zipfile.ZipFile(one).namelist()
     assert {"penstock/__init__.py", "pyspark_penstock/__init__.py"} <= set(names)
@@ -162,9 +161,9 @@ def test_the_shipment_is_the_same_bytes_each_time(tmp_path: Path) -> None:
 def test_a_package_that_cannot_be_shipped_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shipment, "PACKAGES", ("penstock", "no_such_package"))
+    monkeypatch.setattr(session, "PACKAGES", ("penstock", "no_such_package"))
     with pytest.raises(UnfitEnvironment, match="no_such_package"):
-        shipment.pack(tmp_path)
+        session.pack(tmp_path)
 
 
 # -- verbose -----------------------------------------------------------------------------------------
@@ -210,5 +209,5 @@ def test_a_verbose_command_starts_a_verbose_session(
     monkeypatch.setattr(session, "launch", lambda conf, java, *, verbose: f"verbose {verbose}")
     rows = tmp_path / "rows"
     rows.write_text("")
-    assert run([*words, "pipeline", "test", "usage", str(rows)]) == exits.INVALID
+    assert run([*words, "pipeline", "test", "usage", str(rows)]) == invocation.INVALID
     assert told == {"gateway": f"verbose {level == 'INFO'}", "level": level}

@@ -1,4 +1,4 @@
-"""Sample evidence: what discovery jobs, scanners and vulnerability checks of several tenants report.
+"""Sample evidence: reports of discovery jobs, scanners and vulnerability checks of several tenants.
 
 Among the good events are duplicates, late ones and bad ones, and it is known exactly how many of
 each were made. The same seed gives the same events.

@@ -1,4 +1,4 @@
-"""Replay and compare: SHA-256 over what a stretch of the log holds, the same however it is read.
+"""Replay and compare: SHA-256 over a range of the log, the same however it is read.
 
 Every row is hashed by itself; the hashes fall into buckets by how they begin, are sorted in their
 bucket and hashed together, and the buckets' hashes, in order, give the result. Neither the order of
@@ -97,7 +97,7 @@ def _wanted(params: Params) -> Saved:
 
 
 def _known(params: Params, wanted: Saved) -> Saved | None:
-    """What the first run kept; its range holds where this run names none of its own."""
+    """The file of the first run; its range is used where this run names none."""
     if not params.file or not Path(params.file).exists():
         return None
     try:

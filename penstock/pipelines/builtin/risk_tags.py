@@ -1,9 +1,7 @@
-"""Taking stock of the risk-tag pipeline: where every evidence event ended, from the topics alone.
+"""Evidence to risk tags: discovery jobs, fingerprints and vulnerabilities in, risk tags out.
 
-Evidence to risk tags: discovery jobs, fingerprints and vulnerabilities in, risk tags out.
-
-Every evidence event ends in exactly one place, so that the books can be balanced from the topics
-alone (`stock.take_stock`):
+Every evidence event ends in exactly one place, so that `take_stock` can balance the books from the topics
+alone:
 
 * one row on `risk.tags.v1.<tenant>`, with its evidence id and its tags, of which there may be none;
 * on `evidence.bad.v1.<tenant>`, its payload unchanged and the reason in a header;
@@ -32,13 +30,145 @@ if TYPE_CHECKING:
 
     from penstock.bus.bus import Bus
 
-# -- stock ----------------------------------------------------------------------------------------
 
+# -- the pipeline ---------------------------------------------------------------------------------
 
 TAGS, BAD, LATE = "risk.tags.v1", "evidence.bad.v1", "evidence.late.v1"
 SOURCE_HEADER = "evidence-source"
 """Header of a bad or late row: topic/partition/offset of the event it was."""
-SHOWN = 5  # examples of what does not add up, for a person to look at
+SCHEMA = ", ".join(f"{name} {kind}" for name, kind in FIELDS.items())
+RESULT = (
+    "tenant STRING, evidence_id STRING, kind STRING, asset STRING, risk STRING, "
+    "tags ARRAY<STRUCT<tag: STRING, severity: STRING>>, source STRING"
+)
+"""What a result row's payload holds."""
+LATE_AFTER = "10m"
+"""How late evidence may come, and how far apart duplicates may be; state is kept for this long."""
+FAULT_HEADER = "evidence-fault"
+"""Header of a bad row: what is wrong with it."""
+WHOLE = ["tenant", "refused", "whole"]
+"""What makes two rows the same: of evidence its id, of refused rows their place."""
+
+
+class Params(msgspec.Struct, forbid_unknown_fields=True):
+    """Parameters of `risk-tags`."""
+
+    rules: str = ""
+    """Path of a rules file; empty: those that come with Penstock."""
+
+
+@pipeline(
+    "risk-tags",
+    reads="evidence.#",
+    # Its bad and late rows lie below `evidence.` too, and would be read again without end.
+    exclude=f"{BAD}.#,{LATE}.#",
+    schema=SCHEMA,
+    late_after=LATE_AFTER,
+    table="risk.tags",
+    results=f"{TAGS}.*",
+    table_schema=RESULT,
+    params=Params,
+)
+def risk_tags(events: DataFrame, params: Params) -> DataFrame:
+    """Evidence in, deduplicated risk tags out; bad and late rows on topics of their own."""
+    rules = load(params.rules)
+    judged = events.select(
+        "*",
+        _fault().alias("reason"),
+        sql.concat_ws("/", "topic", "partition", "offset").alias("source"),
+    )
+    # A batch read knows no late rows: everything is there at once.
+    late = sql.col("late") if "late" in events.columns else sql.lit(False)
+    marked = judged.withColumn("refused", sql.col("reason").isNotNull() | late)
+    return _as_results(_first_of_each(marked), tags_column(rules))
+
+
+def _fault() -> Column:
+    """Why an event is no evidence; null when it is."""
+    id_, kind = sql.col("value.evidence_id"), sql.col("value.kind")
+    kinds = ", ".join(KINDS)
+    return (
+        sql.when(sql.col("fault").isNotNull(), sql.col("fault"))
+        .when(id_.isNull() | (id_ == ""), sql.lit("evidence_id is missing"))
+        .when(kind.isNull(), sql.lit("kind is missing"))
+        .when(
+            ~kind.isin(list(KINDS)),
+            sql.concat(sql.lit("kind is "), kind, sql.lit(f"; it is one of {kinds}")),
+        )
+        .when(
+            from_the_future(),
+            sql.lit(f"event_time is more than {AHEAD} after the event was appended"),
+        )
+    )
+
+
+def _first_of_each(marked: DataFrame) -> DataFrame:
+    """Each evidence once, and every refused row: one query, so that events are read once.
+
+    Which of several equal ones it is can only be told by its source.
+    """
+    refused = sql.col("refused")
+    slim = marked.select(
+        "refused", "tenant", "reason", "source", "event_time",
+        sql.when(refused, sql.col("source")).otherwise(sql.col("value.evidence_id")).alias("whole"),
+        sql.when(~refused, sql.col("value")).alias("value"),
+        *(sql.when(refused, sql.col(name)).alias(name) for name in ("key", "headers", "codec", "payload")),
+        "topic", "partition", "offset",
+    )  # fmt: skip
+    if slim.isStreaming:
+        # A row without a time moves no watermark, and none takes it for late.
+        timed = slim.withColumn("counted_at", sql.when(~refused, sql.col("event_time")))
+        known = timed.withWatermark("counted_at", delay(LATE_AFTER))
+        return known.dropDuplicatesWithinWatermark(WHOLE)
+    # A batch can always choose the same one, so that a replay gives the same result.
+    order = Window.partitionBy(*WHOLE).orderBy("topic", "partition", "offset")
+    return slim.withColumn("nth", sql.row_number().over(order)).where("nth = 1")
+
+
+def _as_results(rows: DataFrame, tags: Column) -> DataFrame:
+    found = rows.withColumn("tags", tags).withColumn("risk", risk_column(sql.col("tags")))
+    result = sql.struct(
+        "tenant", sql.col("whole").alias("evidence_id"), "value.kind", "value.asset",
+        "risk", "tags", "source",
+    )  # fmt: skip
+    made = {
+        "topic": sql.lit(TAGS),
+        "key": sql.encode(sql.col("value.asset"), "UTF-8"),
+        "headers": _no_headers(),
+        "codec": sql.lit("json"),
+        "payload": sql.encode(sql.to_json(result), "UTF-8"),
+    }
+    aside = {
+        "topic": sql.when(sql.col("reason").isNotNull(), BAD).otherwise(LATE),
+        "headers": _headers_with_the_reason(),
+    }
+    chosen = {
+        name: sql.when(sql.col("refused"), aside.get(name, sql.col(name))).otherwise(column)
+        for name, column in made.items()
+    }
+    chosen["topic"] = sql.concat_ws(".", chosen["topic"], sql.col("tenant"))
+    return found.select("event_time", *(column.alias(name) for name, column in chosen.items()))
+
+
+def _headers_with_the_reason() -> Column:
+    named = (SOURCE_HEADER, FAULT_HEADER)
+    kept = sql.map_filter(
+        sql.coalesce(sql.col("headers"), _no_headers()), lambda name, _: ~name.isin(list(named))
+    )
+    source = sql.create_map(sql.lit(SOURCE_HEADER), sql.col("source"))
+    fault = sql.create_map(sql.lit(FAULT_HEADER), sql.col("reason"))
+    return sql.when(sql.col("reason").isNotNull(), sql.map_concat(kept, source, fault)).otherwise(
+        sql.map_concat(kept, source)
+    )
+
+
+def _no_headers() -> Column:
+    return sql.expr("CAST(map() AS MAP<STRING, STRING>)")
+
+
+# -- balancing the books --------------------------------------------------------------------------
+
+SHOWN = 5  # examples of events that do not add up, for a person to look at
 
 
 class _Result(msgspec.Struct):
@@ -149,136 +279,3 @@ async def _stock_of(bus: Bus, tenant: str) -> Balance:
         for topic in (LATE, BAD)
     }
     return balance(events, results, aside[LATE], aside[BAD])
-
-
-# -- risk_tags ------------------------------------------------------------------------------------
-
-
-SCHEMA = ", ".join(f"{name} {kind}" for name, kind in FIELDS.items())
-RESULT = (
-    "tenant STRING, evidence_id STRING, kind STRING, asset STRING, risk STRING, "
-    "tags ARRAY<STRUCT<tag: STRING, severity: STRING>>, source STRING"
-)
-"""What a result row's payload holds."""
-LATE_AFTER = "10m"
-"""How late evidence may come, and how far apart a duplicate may be; state is kept for this long."""
-FAULT_HEADER = "evidence-fault"
-"""Header of a bad row: what is wrong with it."""
-WHOLE = ["tenant", "refused", "whole"]
-"""What makes two rows the same: of evidence its id, of refused rows their place."""
-
-
-class Params(msgspec.Struct, forbid_unknown_fields=True):
-    """Parameters of `risk-tags`."""
-
-    rules: str = ""
-    """Path of a rules file; empty: those that come with Penstock."""
-
-
-@pipeline(
-    "risk-tags",
-    reads="evidence.#",
-    # What this pipeline sets aside lies below `evidence.` as well; read again it would go in circles.
-    exclude=f"{BAD}.#,{LATE}.#",
-    schema=SCHEMA,
-    late_after=LATE_AFTER,
-    table="risk.tags",
-    results=f"{TAGS}.*",
-    table_schema=RESULT,
-    params=Params,
-)
-def risk_tags(events: DataFrame, params: Params) -> DataFrame:
-    """Evidence in, deduplicated risk tags out; bad and late rows on topics of their own."""
-    rules = load(params.rules)
-    judged = events.select(
-        "*",
-        _fault().alias("reason"),
-        sql.concat_ws("/", "topic", "partition", "offset").alias("source"),
-    )
-    # A batch read knows no late rows: everything is there at once.
-    late = sql.col("late") if "late" in events.columns else sql.lit(False)
-    marked = judged.withColumn("refused", sql.col("reason").isNotNull() | late)
-    return _as_results(_first_of_each(marked), tags_column(rules))
-
-
-def _fault() -> Column:
-    """Why an event is no evidence; null when it is."""
-    id_, kind = sql.col("value.evidence_id"), sql.col("value.kind")
-    kinds = ", ".join(KINDS)
-    return (
-        sql.when(sql.col("fault").isNotNull(), sql.col("fault"))
-        .when(id_.isNull() | (id_ == ""), sql.lit("evidence_id is missing"))
-        .when(kind.isNull(), sql.lit("kind is missing"))
-        .when(
-            ~kind.isin(list(KINDS)),
-            sql.concat(sql.lit("kind is "), kind, sql.lit(f"; it is one of {kinds}")),
-        )
-        .when(
-            from_the_future(),
-            sql.lit(f"event_time is more than {AHEAD} after the event was appended"),
-        )
-    )
-
-
-def _first_of_each(marked: DataFrame) -> DataFrame:
-    """Each evidence once, and every refused row: one query, so that events are read once.
-
-    Which of several equal ones it is can only be told by its source.
-    """
-    refused = sql.col("refused")
-    slim = marked.select(
-        "refused", "tenant", "reason", "source", "event_time",
-        sql.when(refused, sql.col("source")).otherwise(sql.col("value.evidence_id")).alias("whole"),
-        sql.when(~refused, sql.col("value")).alias("value"),
-        *(sql.when(refused, sql.col(name)).alias(name) for name in ("key", "headers", "codec", "payload")),
-        "topic", "partition", "offset",
-    )  # fmt: skip
-    if slim.isStreaming:
-        # A row without a time moves no watermark, and none takes it for late.
-        timed = slim.withColumn("counted_at", sql.when(~refused, sql.col("event_time")))
-        known = timed.withWatermark("counted_at", delay(LATE_AFTER))
-        return known.dropDuplicatesWithinWatermark(WHOLE)
-    # A batch can always choose the same one, so that a replay gives the same result.
-    order = Window.partitionBy(*WHOLE).orderBy("topic", "partition", "offset")
-    return slim.withColumn("nth", sql.row_number().over(order)).where("nth = 1")
-
-
-def _as_results(rows: DataFrame, tags: Column) -> DataFrame:
-    found = rows.withColumn("tags", tags).withColumn("risk", risk_column(sql.col("tags")))
-    result = sql.struct(
-        "tenant", sql.col("whole").alias("evidence_id"), "value.kind", "value.asset",
-        "risk", "tags", "source",
-    )  # fmt: skip
-    made = {
-        "topic": sql.lit(TAGS),
-        "key": sql.encode(sql.col("value.asset"), "UTF-8"),
-        "headers": _no_headers(),
-        "codec": sql.lit("json"),
-        "payload": sql.encode(sql.to_json(result), "UTF-8"),
-    }
-    aside = {
-        "topic": sql.when(sql.col("reason").isNotNull(), BAD).otherwise(LATE),
-        "headers": _headers_with_the_reason(),
-    }
-    chosen = {
-        name: sql.when(sql.col("refused"), aside.get(name, sql.col(name))).otherwise(column)
-        for name, column in made.items()
-    }
-    chosen["topic"] = sql.concat_ws(".", chosen["topic"], sql.col("tenant"))
-    return found.select("event_time", *(column.alias(name) for name, column in chosen.items()))
-
-
-def _headers_with_the_reason() -> Column:
-    named = (SOURCE_HEADER, FAULT_HEADER)
-    kept = sql.map_filter(
-        sql.coalesce(sql.col("headers"), _no_headers()), lambda name, _: ~name.isin(list(named))
-    )
-    source = sql.create_map(sql.lit(SOURCE_HEADER), sql.col("source"))
-    fault = sql.create_map(sql.lit(FAULT_HEADER), sql.col("reason"))
-    return sql.when(sql.col("reason").isNotNull(), sql.map_concat(kept, source, fault)).otherwise(
-        sql.map_concat(kept, source)
-    )
-
-
-def _no_headers() -> Column:
-    return sql.expr("CAST(map() AS MAP<STRING, STRING>)")

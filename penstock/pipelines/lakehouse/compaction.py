@@ -1,4 +1,4 @@
-"""Compaction: many small files of a table become few large ones, and what is not needed any more goes.
+"""Compaction: rewrites many small files of a table as few large ones, and deletes the old ones.
 
 A query adds files with every batch. Tables of topics are left alone: the log itself rewrites those.
 """
@@ -210,7 +210,7 @@ class _Iceberg:
 
 
 def _refuse_deletes(table: PyTable, name: str) -> None:
-    """Rows that somebody deleted without rewriting their files would come back."""
+    """Rows deleted by a delete file, without rewriting their data file, would come back."""
     from pyiceberg.manifest import ManifestContent
 
     snapshot = table.current_snapshot()

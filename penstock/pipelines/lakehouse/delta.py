@@ -1,4 +1,4 @@
-"""Delta tables: deltalake on the driver commits what tasks wrote, with the batch as a transaction."""
+"""Delta tables: deltalake on the driver commits the files of tasks, with the batch as a transaction."""
 
 from __future__ import annotations
 

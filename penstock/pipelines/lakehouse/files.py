@@ -1,19 +1,9 @@
-"""Tables in a folder survive a power cut: bytes and names are on the disk before anything refers to them.
+"""Parquet files of tables: a task on an executor writes one per tenant and day, durably.
 
-Neither Arrow nor pyiceberg nor deltalake syncs what it writes. A catalogue that is durable sooner than
-the files it names would be a broken table, and Spark would never send the batch again.
-
-Rows into Parquet files, as a task on an executor does it: one file per tenant and day.
-
-What a task wrote is a list of `WrittenFile`; nobody sees the files until the driver commits them.
-Files of attempts that failed are in no list and therefore in no table.
-
-Maps on their way from Spark to Python: as JSON, because Spark measures maps anew for each row.
-
-Of all columns, it asks Arrow after each row how large the batch has become, and for a map that
-costs more than the rest of the row.
-
-Removal of files that no table lists: what attempts, copies and compactions leave behind.
+What a task wrote is a list of `WrittenFile`; the files are in no table until the driver commits them.
+Files of failed attempts are in no list, and `remove_old` and `remove_others` delete them. Neither Arrow
+nor pyiceberg nor deltalake syncs what it writes, so `sync` does: a catalogue on the disk before the files
+it names would be a broken table after a power cut, and Spark would not send the batch again.
 """
 
 from __future__ import annotations
@@ -38,33 +28,8 @@ from penstock.pipelines.lakehouse.warehouse import filesystem
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-# -- stable ---------------------------------------------------------------------------------------
 
-
-MOST_REMEMBERED = 10_000
-_named: set[tuple[str, int]] = set()
-"""Folders, with their inodes, whose own names are on the disk."""
-
-
-def sync(path: str) -> None:
-    """Have a file on the disk, with the names that lead to it."""
-    sync_path(path)
-    folder = os.path.dirname(path)
-    sync_path(folder)
-    if len(_named) > MOST_REMEMBERED:
-        _named.clear()
-    while (known := (folder, os.stat(folder).st_ino)) not in _named:
-        _named.add(known)
-        above = os.path.dirname(folder)
-        # Where nobody may look nobody makes folders either.
-        if above == folder or not os.access(above, os.R_OK):
-            break
-        sync_path(above)
-        folder = above
-
-
-# -- files ----------------------------------------------------------------------------------------
-
+# -- writing rows ---------------------------------------------------------------------------------
 
 # Rows wait until a row group is worth its overhead, but never so many that a worker, which Spark
 # gives about half a gigabyte, would notice.
@@ -210,15 +175,18 @@ def _key(keys: pa.RecordBatch, row: int) -> Key:
     return keys.column(0)[row].as_py(), keys.column(1)[row].as_py()
 
 
-# -- maps -----------------------------------------------------------------------------------------
-
+# -- maps from Spark ------------------------------------------------------------------------------
 
 TEXTS = pa.map_(pa.string(), pa.string())
 _decoder = msgspec.json.Decoder(list[dict[str, str | None] | None])
 
 
 def maps_as_text(frame: DataFrame) -> tuple[DataFrame, tuple[str, ...]]:
-    """The same rows with every map of texts as JSON, and the names of those columns."""
+    """The same rows with every map of texts as JSON, and the names of those columns.
+
+    Of all columns, Spark measures the whole batch after each row, and asking Arrow for the size of a map
+    costs more than the rest of the row.
+    """
     from pyspark.sql import functions as sql
 
     names = tuple(
@@ -255,7 +223,7 @@ def _maps(texts: pa.Array) -> pa.Array:
     return pa.array([None if each is None else list(each.items()) for each in found], TEXTS)
 
 
-# -- removal --------------------------------------------------------------------------------------
+# -- removing files that no table lists -----------------------------------------------------------
 
 
 def remove_old(
@@ -311,3 +279,27 @@ def _files(folder: str, properties: Mapping[str, str]) -> tuple[Any, list[Any]]:
     fs, path = filesystem(folder, properties)
     chosen = FileSelector(path, recursive=True, allow_not_found=True)
     return fs, [each for each in fs.get_file_info(chosen) if each.type == FileType.File]
+
+
+# -- durable files --------------------------------------------------------------------------------
+
+MOST_REMEMBERED = 10_000  # folders; with more of them the cache starts again
+_named: set[tuple[str, int]] = set()
+"""Folders, with their inodes, whose own names are durable."""
+
+
+def sync(path: str) -> None:
+    """Make a file durable, with the names of the folders that lead to it."""
+    sync_path(path)
+    folder = os.path.dirname(path)
+    sync_path(folder)
+    if len(_named) > MOST_REMEMBERED:
+        _named.clear()
+    while (known := (folder, os.stat(folder).st_ino)) not in _named:
+        _named.add(known)
+        above = os.path.dirname(folder)
+        # A folder that cannot be read here was not made here either.
+        if above == folder or not os.access(above, os.R_OK):
+            break
+        sync_path(above)
+        folder = above

@@ -1,6 +1,6 @@
 """Plain Parquet: a folder with Hive partitions, and beside it a list of the files of each batch.
 
-What counts is `_committed/<query>/<batch>.json`. A reader that takes every file it finds may see
+A batch is in the table once `_committed/<query>/<batch>.json` lists its files. A reader that takes every file it finds may see
 files of a batch that is being written; `table_files` does not.
 """
 
@@ -169,7 +169,7 @@ class FolderTable(ColumnsByName):
         sync(beside)
         try:
             if once:
-                os.link(beside, path)  # fails when the name is taken, whoever took it
+                os.link(beside, path)  # fails when the name is taken, by any writer
             else:
                 os.replace(beside, path)
         except FileExistsError:

@@ -1,8 +1,7 @@
-"""Iceberg tables: pyiceberg on the driver commits what tasks wrote, one snapshot per batch.
+"""Iceberg tables: pyiceberg on the driver commits the files of tasks, one snapshot per batch.
 
-How pyiceberg writes what belongs to a table in a folder: each file is on the disk when it is closed.
-
-A module of its own, because workers write data files without loading pyiceberg.
+Workers write data files without loading this module or pyiceberg. `StableFileIO` makes pyiceberg sync
+each metadata file when it is closed.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ if TYPE_CHECKING:
 
     from penstock.pipelines.lakehouse.warehouse import Warehouse
 
-# -- iceberg --------------------------------------------------------------------------------------
 
+# -- tables ---------------------------------------------------------------------------------------
 
 NAME_PROPERTY = "penstock.name"
 # Twelve tries with waits that double to a second: about seven seconds against a writer that never
-# rests. Who loses for longer is told, and Spark repeats the batch.
+# pauses. A commit that loses for longer fails, and Spark repeats the batch.
 COMMIT_TRIES = 12
 FIRST_WAIT_S = 0.02
 LONGEST_WAIT_S = 1.0
@@ -215,7 +214,7 @@ class IcebergTable:
         """Apply a change to the newest state and commit; start over when another writer was faster.
 
         `apply` sees the state its commit will be checked against. pyiceberg's own retries would
-        repeat a change on top of a state nobody looked at, and add a batch twice.
+        repeat a change on top of a state that was not checked, and add a batch twice.
         """
         from pyiceberg.exceptions import CommitFailedException, CommitStateUnknownException
         from sqlalchemy.exc import OperationalError
@@ -340,7 +339,7 @@ def _iceberg_type(kind: pa.DataType) -> Any:
     return LongType() if pa.types.is_integer(kind) else DoubleType()
 
 
-# -- metadata_io ----------------------------------------------------------------------------------
+# -- durable metadata -----------------------------------------------------------------------------
 
 
 class StableFileIO(PyArrowFileIO):
@@ -351,15 +350,15 @@ class StableFileIO(PyArrowFileIO):
         made = super().new_output(location)
         if made._filesystem.type_name != "local":
             return made
-        return _StableFile(location, made._path, made._filesystem, made._buffer_size)
+        return _SyncedFile(location, made._path, made._filesystem, made._buffer_size)
 
 
-class _StableFile(PyArrowFile):
+class _SyncedFile(PyArrowFile):
     def create(self, overwrite: bool = False) -> OutputStream:
-        return _StableStream(super().create(overwrite), self._path)
+        return _SyncedStream(super().create(overwrite), self._path)
 
 
-class _StableStream:
+class _SyncedStream:
     """A stream whose end is a sync."""
 
     def __init__(self, stream: Any, path: str) -> None:
@@ -377,7 +376,7 @@ class _StableStream:
     def closed(self) -> bool:
         return bool(self._stream.closed)
 
-    def __enter__(self) -> _StableStream:
+    def __enter__(self) -> _SyncedStream:
         return self
 
     def __exit__(self, *error: object) -> None:

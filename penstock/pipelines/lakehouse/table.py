@@ -1,11 +1,8 @@
-"""What a table of results is to its writer, whatever its format.
+"""Tables of results, the same for every format: files committed once, rows that fit, columns that change.
 
-Which rows fit a table: columns are cast as a whole, and only where that fails value by value.
-
-A row that does not fit is set aside with the reason; together with those that do, every row that
-came is there.
-
-How a table's columns change: added and widened as rows need it, renamed and dropped on command.
+`Table` is what a format provides. `fit` casts columns as a whole, and value by value only where that
+fails; rows that do not fit are set aside with the reason, so every row is in one of both results.
+`adapt` adds and widens columns as rows need it; `evolve` also renames and drops them on command.
 """
 
 from __future__ import annotations
@@ -22,8 +19,7 @@ import pyarrow as pa
 from penstock.model.errors import InvalidInput, SchemaMismatch, UnknownTable, Unsupported
 from penstock.pipelines.lakehouse.warehouse import Warehouse
 
-# -- table ----------------------------------------------------------------------------------------
-
+# -- tables ---------------------------------------------------------------------------------------
 
 REJECTED_SUFFIX = "__rejected"
 QUERY_PROPERTY = "penstock.query"
@@ -32,7 +28,7 @@ DAYS = ("append_time", "event_time")  # timestamps whose day a table is cut by, 
 
 
 class WrittenFile(msgspec.Struct, frozen=True):
-    """A Parquet file that a task wrote and nobody has committed yet."""
+    """A Parquet file that a task wrote and the driver has not committed yet."""
 
     path: str
     rows: int
@@ -81,7 +77,7 @@ class Layout:
 
 
 class Table(Protocol):
-    """A table that takes the files of a batch once, whoever repeats the batch."""
+    """A table that takes the files of a batch once, however often the batch is repeated."""
 
     name: str
     widens: bool
@@ -92,7 +88,7 @@ class Table(Protocol):
         ...
 
     def create(self, schema: pa.Schema, cut: Cut) -> None:
-        """Make it, unless somebody else just did."""
+        """Make it, unless another writer just did."""
         ...
 
     def add(self, fields: Sequence[pa.Field]) -> None:
@@ -138,7 +134,7 @@ def total_rows(files: Iterable[WrittenFile]) -> int:
 
 
 def unknown_table(name: str, uri: str) -> UnknownTable:
-    """The error for a table that nobody has written to."""
+    """The error for a table without any batch yet."""
     return UnknownTable(
         f"there is no table {name!r} in {uri}; nothing was changed. A table is made by the first "
         "rows written to it",
@@ -147,7 +143,7 @@ def unknown_table(name: str, uri: str) -> UnknownTable:
 
 
 class ColumnsByName:
-    """What a format cannot do whose files know columns by their names."""
+    """A format whose files know columns by their names cannot widen, rename or drop them."""
 
     name: str
     kind: str
@@ -174,8 +170,7 @@ class ColumnsByName:
         )
 
 
-# -- fit ------------------------------------------------------------------------------------------
-
+# -- rows that fit --------------------------------------------------------------------------------
 
 FAULT = "fault"
 SHOWN_CHARACTERS = (
@@ -315,7 +310,7 @@ def _value_by_value(column: pa.Array, field: pa.Field, reasons: dict[int, str]) 
 
 
 def _loses(given: pa.DataType, wanted: pa.DataType) -> bool:
-    """Whether Arrow's cast would drop something without a word."""
+    """Whether Arrow's cast would drop something silently."""
     if pa.types.is_struct(given) and pa.types.is_struct(wanted):
         places = {field.name: field.type for field in wanted}
         return any(
@@ -345,12 +340,11 @@ def days_of(column: pa.Array) -> pa.Array:
     return column.cast(pa.date32()).cast(pa.int32())
 
 
-# -- evolution ------------------------------------------------------------------------------------
-
+# -- changing columns -----------------------------------------------------------------------------
 
 Step = Literal["add", "widen"]
 AUTOMATIC: frozenset[Step] = frozenset({"add", "widen"})
-"""What a writer does by itself: both lose nothing."""
+"""Steps that a writer takes by itself: neither loses anything."""
 
 TYPES = {
     "string": pa.string(), "binary": pa.binary(), "boolean": pa.bool_(), "int": pa.int32(),

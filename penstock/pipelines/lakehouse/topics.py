@@ -1,12 +1,10 @@
-"""Copies of a topic's events out of segments that it shares, one Parquet file per tenant and day.
+"""Every topic is also a table: the log's sealed segments join it by file, without being rewritten.
 
-Every topic is also a table: the log's sealed segments join it by file, without being rewritten.
-
-A segment of its own, of one tenant, is one data file of the topic's table. What lies in a shared
-segment, or in one of several tenants, is copied into files of the warehouse, for a data file has
-one partition. Which segments of which topic are in stands in the table's properties: a second run
-adds nothing. When the log merges segments or retention removes some, one overwrite snapshot takes
-the old files out and the new ones in. The log alone rewrites; nobody compacts these tables.
+A segment of one topic, day and tenant is one data file of the topic's table. The events of other segments
+are copied into files of the warehouse, because a data file has one partition. The table's properties
+list which segments of which topics are in it, so a second run adds nothing. When the log merges
+segments or retention removes some, one overwrite snapshot replaces their files. The log alone rewrites;
+these tables are not compacted.
 """
 
 from __future__ import annotations
@@ -42,77 +40,12 @@ if TYPE_CHECKING:
     from penstock.log.disk import Disk
     from penstock.log.segment import Range, SegmentInfo
 
-# -- copies ---------------------------------------------------------------------------------------
 
-
-# Read at a time: as much as a row group of the log, so that a copy never needs more than two.
-READ_EVENTS = 65_536
-READ_BYTES = 32 * 1024 * 1024
-COPIES = "copied"
-KEEP_S = 3600.0  # longer than a run or a scan takes
-
-
-def copy_rows(
-    disk: Disk,
-    info: SegmentInfo,
-    ranges: Sequence[Range],
-    folder: str,
-    properties: Mapping[str, str],
-) -> list[str]:
-    """Write the events of these ranges of one topic, every byte checked; returns the files.
-
-    No two runs write the same file: one may die, or still be at it.
-    """
-    name = f"{ranges[0].topic}/{info.id:012d}-{uuid.uuid4().hex[:12]}-"
-    layout = Layout(f"{folder}/{COPIES}", SCHEMA, Cut("tenant", "append_time"), prefix=name)
-    writer = PartitionWriter(layout, "copy", properties)
-    reader = SegmentReader(disk, info)
-    try:
-        for each in ranges:
-            for record in _records(reader, each):
-                writer.add(record)
-    finally:
-        reader.close()
-    return [each.path for each in writer.finish()]
-
-
-def origin(path: str) -> tuple[str | None, int]:
-    """Which segment a data file of a topic's table is or was copied from, then with its topic.
-
-    >>> origin("file:///log/segments/000000000007.parquet")
-    (None, 7)
-    >>> origin("file:///lake/orders/v1/data/copied/orders.v1/000000000007-5f0c-part-copy-0.parquet")
-    ('orders.v1', 7)
-    """
-    folder, topic, name = path.rsplit("/", 2)
-    number = int(re.split(r"[-.]", name)[0])
-    return (topic if folder.endswith(f"/{COPIES}") else None), number
-
-
-def remove_old_copies(folder: str, listed: Iterable[str], properties: Mapping[str, str]) -> int:
-    """Delete copies that no table lists, unless they are so young that a run or a reader has them."""
-    return remove_old(f"{folder}/{COPIES}", listed, properties, keep_s=KEEP_S)
-
-
-def _records(reader: SegmentReader, wanted: Range) -> Iterator[pa.RecordBatch]:
-    at = wanted.first_offset
-    while at <= wanted.last_offset:
-        left = wanted.last_offset - at + 1
-        batches = reader.read(
-            wanted.topic, wanted.partition, at,
-            limit_events=min(left, READ_EVENTS), limit_bytes=READ_BYTES,
-        )  # fmt: skip
-        for batch in batches:
-            yield to_arrow(batch)
-        at = batches[-1].end_offset
-
-
-# -- topics ---------------------------------------------------------------------------------------
-
+# -- synchronising tables -------------------------------------------------------------------------
 
 PRESENT_PROPERTY = "penstock.segments"
 # The log may remove a segment between our look at its manifest and at the file. It rewrites for
-# minutes at a time, so being overtaken three times in a row is a fault of something else.
+# minutes at a time, so three such races in a row have another cause.
 TRIES = 3
 # Arrow's own columns as Iceberg knows them: text for dictionaries, int for the byte of a priority.
 COLUMNS = pa.schema(
@@ -402,3 +335,67 @@ def _spans(numbers: Iterable[int]) -> str:
 def _numbers(text: str) -> list[int]:
     spans = [part.partition("-") for part in text.split(",") if part]
     return [n for first, _, last in spans for n in range(int(first), int(last or first) + 1)]
+
+
+# -- copies of events in shared segments ----------------------------------------------------------
+
+# Read at a time: as much as a row group of the log, so that a copy never needs more than two.
+READ_EVENTS = 65_536
+READ_BYTES = 32 * 1024 * 1024
+COPIES = "copied"
+KEEP_S = 3600.0  # longer than a run or a scan takes
+
+
+def copy_rows(
+    disk: Disk,
+    info: SegmentInfo,
+    ranges: Sequence[Range],
+    folder: str,
+    properties: Mapping[str, str],
+) -> list[str]:
+    """Write the events of these ranges of one topic, every byte checked; returns the files.
+
+    No two runs write the same file: the other run may have died, or may still be running.
+    """
+    name = f"{ranges[0].topic}/{info.id:012d}-{uuid.uuid4().hex[:12]}-"
+    layout = Layout(f"{folder}/{COPIES}", SCHEMA, Cut("tenant", "append_time"), prefix=name)
+    writer = PartitionWriter(layout, "copy", properties)
+    reader = SegmentReader(disk, info)
+    try:
+        for each in ranges:
+            for record in _records(reader, each):
+                writer.add(record)
+    finally:
+        reader.close()
+    return [each.path for each in writer.finish()]
+
+
+def origin(path: str) -> tuple[str | None, int]:
+    """Which segment a data file of a topic's table is or was copied from, then with its topic.
+
+    >>> origin("file:///log/segments/000000000007.parquet")
+    (None, 7)
+    >>> origin("file:///lake/orders/v1/data/copied/orders.v1/000000000007-5f0c-part-copy-0.parquet")
+    ('orders.v1', 7)
+    """
+    folder, topic, name = path.rsplit("/", 2)
+    number = int(re.split(r"[-.]", name)[0])
+    return (topic if folder.endswith(f"/{COPIES}") else None), number
+
+
+def remove_old_copies(folder: str, listed: Iterable[str], properties: Mapping[str, str]) -> int:
+    """Delete copies that no table lists, unless they are so young that a run or a reader has them."""
+    return remove_old(f"{folder}/{COPIES}", listed, properties, keep_s=KEEP_S)
+
+
+def _records(reader: SegmentReader, wanted: Range) -> Iterator[pa.RecordBatch]:
+    at = wanted.first_offset
+    while at <= wanted.last_offset:
+        left = wanted.last_offset - at + 1
+        batches = reader.read(
+            wanted.topic, wanted.partition, at,
+            limit_events=min(left, READ_EVENTS), limit_bytes=READ_BYTES,
+        )  # fmt: skip
+        for batch in batches:
+            yield to_arrow(batch)
+        at = batches[-1].end_offset

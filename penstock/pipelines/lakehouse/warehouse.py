@@ -22,12 +22,12 @@ CATALOGUE_FILE = "catalogue.db"
 CATALOGUE_NAME = "penstock"
 ONE_WORD_NAMESPACE = "main"  # Iceberg wants a namespace; names of one word have none of their own
 # Said for every segment that joins, about dictionary columns and payloads without statistics. Both
-# are meant: names are read back as text, and nobody asks for the smallest payload.
+# are meant: names are read back as text, and no query asks for the smallest payload.
 EXPECTED_NOTES = ("Iceberg does not have a dictionary type", "PyArrow statistics missing")
 
 
 def table_name(topic: str) -> str:
-    """The table of a topic: its name without the word of the tenant, who is a column.
+    """The table of a topic: its name without the tenant, which is a column.
 
     >>> table_name("orders.created.v1.acme"), table_name("orders.created")
     ('orders.created.v1', 'orders.created')
@@ -79,7 +79,7 @@ Choose iceberg, delta or parquet [invalid.settings]
         # pyiceberg does not decode URIs, so a blank in a path must stay a blank.
         self.uri = f"file://{Path(text.removeprefix('file://')).absolute()}" if self.local else text
         self.create = create
-        """Whether a folder and a catalogue are made where there are none; off for who only looks."""
+        """Whether a missing folder or catalogue is made; off for callers that only read."""
         if self.local and create:
             try:
                 Path(self.uri.removeprefix("file://")).mkdir(parents=True, exist_ok=True)

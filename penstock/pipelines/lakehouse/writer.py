@@ -2,8 +2,8 @@
 
 Tasks write Parquet files into a folder of their attempt; the driver commits the list of files in
 one go, with the query and the batch beside it. A repeated batch is known by them and adds nothing.
-Whatever dies in between leaves files that no table lists; the attempt that succeeds removes them,
-and only after its own commit: an older driver that still lives may commit first.
+A process that dies in between leaves files that no table lists; the attempt that succeeds removes
+them, and only after its own commit: an older driver that still runs may commit first.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def write_batch(
     failpoint("lakehouse.files-written")
     bad = [each for each in written if each.rejected]
     good = [each for each in written if not each.rejected]
-    # Dead letters first: once the table has the batch nobody writes it again. A batch without rows
+    # Dead letters first: once the table has the batch it is not written again. A batch without rows
     # leaves no mark: run again, it has none again.
     fresh = True
     if bad:

@@ -1,10 +1,9 @@
-"""Random texts in columns: made by the hundred thousand, never one by one.
-
-The events of an auction house: people, auctions and bids as Arrow tables, the same for each seed.
+"""The events of an auction house: people, auctions and bids as Arrow tables, the same for each seed.
 
 Proportions, hot items and sizes are those of the public Nexmark generator: of 50 events one is a
 person, three are auctions and 46 are bids; half of all bids go to one hot auction, three quarters
-of all bids and auctions come from one hot bidder and one hot seller.
+of all bids and auctions come from one hot bidder and one hot seller. Texts are made by the hundred
+thousand, in columns.
 """
 
 from __future__ import annotations
@@ -20,68 +19,7 @@ import pyarrow.compute as pc
 
 from penstock.model.errors import InvalidInput
 
-# -- text -----------------------------------------------------------------------------------------
-
-
-LETTERS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz", dtype=np.uint8)
-# Texts are cut out of one long text: that costs a copy each, and two are hardly ever the same.
-POOL_BYTES = 1 << 20
-MIN_TEXT_BYTES = 3
-# One letter in so many is the special one: a blank in descriptions, an underscore in addresses.
-SPECIAL_EVERY = 13
-
-
-class Texts:
-    """Texts of a seed: letters only, or words with something between them.
-
-    >>> source = Texts(7)
-    >>> sizes = np.array([3, 5])
-    >>> again = Texts(7).letters(np.random.default_rng(1), sizes)
-    >>> source.letters(np.random.default_rng(1), sizes).equals(again), again[1].as_py().isalpha()
-    (True, True)
-    """
-
-    def __init__(self, seed: int) -> None:
-        rng = np.random.default_rng([seed, POOL_BYTES])
-        self._letters = rng.choice(LETTERS, POOL_BYTES)
-        special = rng.integers(0, SPECIAL_EVERY, POOL_BYTES) == 0
-        self._words = np.where(special, np.uint8(ord(" ")), self._letters)
-
-    def letters(self, rng: np.random.Generator, sizes: Any) -> pa.Array:
-        """Texts of letters, each as long as `sizes` says."""
-        return _cut(rng, self._letters, sizes)
-
-    def words(
-        self, rng: np.random.Generator, count: int, below: int, special: str = " "
-    ) -> pa.Array:
-        """Texts of at least three letters and fewer than `below`; some letters are the special one.
-
-        Blanks at the ends are cut off.
-        """
-        sizes = rng.integers(MIN_TEXT_BYTES, below, count)
-        found = _cut(rng, self._words, sizes)
-        return pc.utf8_trim(found, " ") if special == " " else pc.replace_substring(found, " ", special)  # fmt: skip
-
-
-def padded(rng: np.random.Generator, used_bytes: Any, average_bytes: int, texts: Texts) -> pa.Array:
-    """What brings records to an average size: between four and six fifths of what is missing."""
-    missing = np.maximum(average_bytes - used_bytes, 0)
-    spread = np.rint(missing * 0.2).astype(np.int64)
-    return texts.letters(rng, missing - spread + rng.integers(0, np.maximum(2 * spread, 1)))
-
-
-def _cut(rng: np.random.Generator, pool: Any, sizes: Any) -> pa.Array:
-    widest = max(1, int(sizes.max(initial=1)))
-    windows = np.lib.stride_tricks.sliding_window_view(pool, widest)
-    places = rng.integers(0, len(windows), len(sizes))
-    data = windows[places][np.arange(widest) < sizes[:, None]]
-    offsets = np.zeros(len(sizes) + 1, dtype=np.int32)
-    np.cumsum(sizes, out=offsets[1:])
-    return pa.StringArray.from_buffers(len(sizes), pa.py_buffer(offsets), pa.py_buffer(data))
-
-
-# -- generator ------------------------------------------------------------------------------------
-
+# -- events ---------------------------------------------------------------------------------------
 
 PEOPLE, AUCTIONS, BIDS = 1, 3, 46
 EPOCH = PEOPLE + AUCTIONS + BIDS
@@ -290,7 +228,7 @@ def _channels(seed: int) -> tuple[pa.Array, pa.Array]:
 
 
 def _some_person(rng: np.random.Generator, ids: Any) -> Any:
-    """Somebody active at that event, or about to come."""
+    """A person active at that event, or soon after it."""
     people = ids // EPOCH + 1
     active = np.minimum(people, ACTIVE_PEOPLE)
     return people - active + rng.integers(0, active + LEAD)
@@ -319,3 +257,62 @@ def _sizes(texts: pa.Array) -> Any:
 
 def _times(milliseconds: Any) -> pa.Array:
     return pa.array(milliseconds * 1000).view(TIME)
+
+
+# -- random texts ---------------------------------------------------------------------------------
+
+LETTERS = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz", dtype=np.uint8)
+# Texts are cut out of one long text: that costs a copy each, and two are hardly ever the same.
+POOL_BYTES = 1 << 20
+MIN_TEXT_BYTES = 3
+# One letter in so many is the special one: a blank in descriptions, an underscore in addresses.
+SPECIAL_EVERY = 13
+
+
+class Texts:
+    """Texts of a seed: letters only, or words with something between them.
+
+    >>> source = Texts(7)
+    >>> sizes = np.array([3, 5])
+    >>> again = Texts(7).letters(np.random.default_rng(1), sizes)
+    >>> source.letters(np.random.default_rng(1), sizes).equals(again), again[1].as_py().isalpha()
+    (True, True)
+    """
+
+    def __init__(self, seed: int) -> None:
+        rng = np.random.default_rng([seed, POOL_BYTES])
+        self._letters = rng.choice(LETTERS, POOL_BYTES)
+        special = rng.integers(0, SPECIAL_EVERY, POOL_BYTES) == 0
+        self._words = np.where(special, np.uint8(ord(" ")), self._letters)
+
+    def letters(self, rng: np.random.Generator, sizes: Any) -> pa.Array:
+        """Texts of letters, each as long as `sizes` says."""
+        return _cut(rng, self._letters, sizes)
+
+    def words(
+        self, rng: np.random.Generator, count: int, below: int, special: str = " "
+    ) -> pa.Array:
+        """Texts of at least three letters and fewer than `below`; some letters are the special one.
+
+        Blanks at the ends are cut off.
+        """
+        sizes = rng.integers(MIN_TEXT_BYTES, below, count)
+        found = _cut(rng, self._words, sizes)
+        return pc.utf8_trim(found, " ") if special == " " else pc.replace_substring(found, " ", special)  # fmt: skip
+
+
+def padded(rng: np.random.Generator, used_bytes: Any, average_bytes: int, texts: Texts) -> pa.Array:
+    """Texts that bring records to an average size: each has 80 to 120 % of the missing bytes."""
+    missing = np.maximum(average_bytes - used_bytes, 0)
+    spread = np.rint(missing * 0.2).astype(np.int64)
+    return texts.letters(rng, missing - spread + rng.integers(0, np.maximum(2 * spread, 1)))
+
+
+def _cut(rng: np.random.Generator, pool: Any, sizes: Any) -> pa.Array:
+    widest = max(1, int(sizes.max(initial=1)))
+    windows = np.lib.stride_tricks.sliding_window_view(pool, widest)
+    places = rng.integers(0, len(windows), len(sizes))
+    data = windows[places][np.arange(widest) < sizes[:, None]]
+    offsets = np.zeros(len(sizes) + 1, dtype=np.int32)
+    np.cumsum(sizes, out=offsets[1:])
+    return pa.StringArray.from_buffers(len(sizes), pa.py_buffer(offsets), pa.py_buffer(data))

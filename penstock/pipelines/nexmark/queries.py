@@ -1,9 +1,8 @@
 """Ten Nexmark queries as functions of DataFrames: the same function for a batch and for a stream.
 
-Windows are those of the public definitions, and so is the watermark of four seconds; on a batch
-Spark takes no notice of it. `QUERIES` says of each query what it reads and how it streams.
-
-The tables of the Nexmark queries as DataFrames: from a bus, or from Parquet files of log rows.
+Windows are those of the public definitions, and so is the watermark of four seconds, which Spark
+ignores in a batch. `QUERIES` says of each query what it reads and how it streams. `from_bus` and
+`from_payloads` give the tables that the queries read.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from pyspark.sql import functions as f
 from penstock.pipelines.nexmark.payload import EVENT_TIME, SCHEMAS, TOPICS
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame, DataFrameReader
+    from pyspark.sql import DataFrameReader
     from pyspark.sql.streaming.readwriter import DataStreamReader
 
-# -- queries --------------------------------------------------------------------------------------
 
+# -- queries --------------------------------------------------------------------------------------
 
 WATERMARK = "4 seconds"
 WATERMARK_MS = 4_000
@@ -83,7 +82,7 @@ def q2(bids: DataFrame) -> DataFrame:
 def q3(persons: DataFrame, auctions: DataFrame) -> DataFrame:
     """Who sells in OR, ID or CA in category 10, and which auctions?
 
-    Without a bound in time, as defined: a stream keeps every seller and every auction for ever.
+    Without a bound in time, as defined: a stream keeps every seller and every auction without end.
     """
     sellers = persons.where(f.col("state").isin("OR", "ID", "CA"))
     offers = auctions.where("category = 10").select(f.col("id").alias("auction"), "seller")

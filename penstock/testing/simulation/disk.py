@@ -1,25 +1,18 @@
-"""What a power cut leaves of one file: the crash model of the simulated disk, sector by sector.
-
-A `SimInode` holds the bytes as the running process sees them and a log of the changes that no
-sync has made durable. At a crash each 512-byte sector decides alone up to which change it had
-reached the platter, so a later write may survive an earlier one. A torn sector keeps only a front
-part of its new bytes; the rest is old, or zero where nothing was. Bytes that no unsynced change
-touched never move.
-
-Open files and the lock of a simulated disk.
-
-Which file names survive a power cut: the folders of the simulated disk.
-
-Two trees: the names as the running process sees them, and those that are durable. Between them
-stands a list of changes, each durable once its folder is synced and otherwise kept or lost by the
-dice at a crash, one by one: a later change may survive an earlier one.
-
-A disk that lies within the rules: the simulator's `Disk`, with crashes and faults by seed.
+"""The simulator's `Disk`: in memory, lawful, with crashes and faults decided by a seed.
 
 Bytes are durable after `File.sync`, names after `Disk.sync_dir`, and nothing else is: the strict
-reading of POSIX. `crash` decides by the seed what of the rest survived and gives back the disk as
-the next process finds it; the old object and every handle from it are dead for good. The same
-seed and the same calls always give the same bytes.
+reading of POSIX. `crash` decides by the seed which of the rest survived and returns the disk as
+the next process finds it; the old object and every handle from it raise `SimCrash` from then on. The
+same seed and the same calls always give the same bytes.
+
+Bytes: a `SimInode` holds a file as the running process sees it, and a log of the changes that no sync
+has made durable. At a crash each 512-byte sector decides alone up to which change it had reached the
+platter, so a later write may survive an earlier one. A torn sector keeps only a front part of its new
+bytes; the rest is old, or zero where there was nothing. Bytes that no unsynced change touched stay.
+
+Names: `SimNames` holds two trees, the names as the running process sees them and those that are
+durable, and between them a list of changes, each durable once its folder is synced. At a crash each
+other change is kept or lost by the dice: a later change may survive an earlier one.
 """
 
 from __future__ import annotations
@@ -34,14 +27,419 @@ from penstock.log.memory_disk import Pages, Tree, os_error
 from penstock.model.errors import FolderLocked
 
 if TYPE_CHECKING:
-    from collections import Counter
     from collections.abc import Callable, Iterator, Sequence
-    from random import Random
 
     from penstock.log.disk import Bytes
 
-# -- sim_inode ------------------------------------------------------------------------------------
 
+# -- the disk -------------------------------------------------------------------------------------
+
+UNLIMITED_BYTES = 1 << 40  # what a disk without a set capacity has: more than any run writes
+
+# Each crash draws one of these as its share of lost sectors and names: mixed dice alone would
+# rarely show the plain cases, in which everything or nothing survives.
+LOST_SHARES = (0.0, 0.05, 0.5, 0.95, 1.0)
+MAX_OPENINGS = 8  # of one file at a time, for syncs side by side
+
+
+class SimCrash(BaseException):
+    """The simulated power is off. A `BaseException`, so that no handler of `Exception` goes on."""
+
+
+class Stall(Protocol):
+    """What a slow operation needs of a clock; `SimClock` has it."""
+
+    def advance(self, seconds: float) -> None:
+        """Let simulated time pass."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """How often the disk misbehaves by itself, as probabilities for each operation or sector."""
+
+    crash: float = 0.0  # per operation: power fails in the middle of it
+    failed_sync: float = 0.0  # per sync: EIO, and the waiting data is silently forgotten
+    slow: float = 0.0  # per operation: it takes `slow_s` of simulated time
+    slow_s: float = 0.25
+    torn: float = 0.1  # per surviving sector at a crash
+    lost: float | None = None  # per unsynced sector and name at a crash; None draws it per crash
+
+
+class SimDisk:
+    """A `Disk` in memory that crashes, tears, forgets and fills up, all by its seed.
+
+    >>> disk = SimDisk(seed=7)
+    >>> file = disk.open("a", create=True)
+    >>> file.append([b"durable"]); file.sync(); disk.sync_dir("")
+    >>> file.append([b", perhaps"])
+    >>> after = disk.crash()
+    >>> bytes(after.open("a").read(0, 7))
+    b'durable'
+    >>> file.size()  # doctest: +IGNORE_EXCEPTION_DETAIL
+    Traceback (most recent call last):
+    penstock.testing.simulation.disk.SimCrash: the power is off
+    """
+
+    def __init__(
+        self,
+        seed: int | Random = 0,
+        clock: Stall | None = None,
+        faults: Faults | None = None,
+        capacity_bytes: int | None = None,
+    ) -> None:
+        self.rng = seed if isinstance(seed, Random) else Random(seed)
+        self.clock = clock
+        self.faults = faults or Faults()
+        self.capacity_bytes = capacity_bytes
+        self.counts: Counter[str] = Counter()  # faults that happened, by kind, over all lives
+        self.operations = 0  # changes and syncs so far, over all lives; reads are not counted
+        self.holder: SimLock | None = None
+        self.on_power_off: Callable[[], None] | None = None
+        self._crash_at = 0
+        self._dead = False
+        self._inodes = 0
+        self._used_bytes = 0
+        self._names = SimNames()
+        self._openings: dict[int, tuple[SimInode, int]] = {}
+
+    def open(self, path: str, *, create: bool = False, write: bool = False) -> SimFile:
+        self.check_power()
+        live = self._names.live
+        if create:
+            if live.has(path):
+                raise os_error(errno.EEXIST, path)
+            live.spot(path)  # the folder must be there
+            self._inodes += 1
+            self._rename(_parent(path), [(path, SimInode(self._inodes))])
+        inode = live.get(path)
+        return SimFile(self, inode, write=create or write)
+
+    def openings(self, inode: SimInode, count: int) -> Sequence[int]:
+        """Numbers by which the system knows a file that was opened so many times."""
+        first = inode.number * MAX_OPENINGS
+        for number in range(first, first + count):
+            self._openings.setdefault(number, (inode, inode.failed_syncs))
+        return range(first, first + count)
+
+    def sync_opening(self, number: int) -> None:
+        """Sync a file by one of its openings: each reports once a sync that failed since its last one."""
+        inode, told = self._openings[number]
+        try:
+            if inode.failed_syncs > told:
+                raise os_error(errno.EIO)
+            self.sync(inode)
+        finally:
+            self._openings[number] = (inode, inode.failed_syncs)
+
+    def list(self, folder: str) -> list[str]:
+        self.check_power()
+        return self._names.live.names(folder)
+
+    def exists(self, path: str) -> bool:
+        self.check_power()
+        return self._names.live.has(path)
+
+    def rename(self, source: str, target: str) -> None:
+        self.check_power()
+        live = self._names.live
+        inode = live.get(source)
+        live.spot(target)
+        replaced = live.get(target) if live.has(target) else None
+        if replaced is not inode:
+            self._rename(_parent(target), [(source, None), (target, inode)], replaced)
+
+    def remove(self, path: str) -> None:
+        self.check_power()
+        self._rename(_parent(path), [(path, None)], self._names.live.get(path))
+
+    def make_dir(self, folder: str) -> None:
+        self.check_power()
+        failing = self._step()
+        if not failing or self.rng.random() < 0.5:
+            self._names.make(folder)
+        if failing:
+            self._fail()
+
+    def sync_dir(self, folder: str) -> None:
+        self.check_power()
+        self._names.live.folder(folder)
+        failing = self._step()
+        if not failing and self._happens("failed_sync", self.faults.failed_sync):
+            raise os_error(errno.EIO, folder)  # the names stay pending, as in a file system's log
+        if not failing or self.rng.random() < 0.5:
+            self._names.sync(folder.strip("/"))
+        if failing:
+            self._fail()
+
+    def shared(self, path: str, size: int) -> memoryview:
+        # A crash here is a power failure, which shared memory does not survive.
+        return memoryview(bytearray(size))
+
+    def free_bytes(self) -> int:
+        self.check_power()
+        if self.capacity_bytes is None:
+            return UNLIMITED_BYTES
+        return max(0, self.capacity_bytes - self._used_bytes)
+
+    def lock(self) -> SimLock:
+        self.check_power()
+        if self.holder is not None:
+            raise FolderLocked(
+                "the simulated disk is being written by another bus. Close that bus first",
+                path="sim:",
+                holder="the simulated process",
+            )
+        self.holder = SimLock(self)
+        return self.holder
+
+    def crash_at(self, operation: int) -> None:
+        """Cut the power in the middle of the operation of this number (see `operations`)."""
+        self._crash_at = operation
+
+    def power_off(self) -> None:
+        """Kill this object and all its handles: from now on every call raises `SimCrash`."""
+        if not self._dead:
+            self._dead = True
+            if self.on_power_off is not None:
+                self.on_power_off()
+
+    def crash(self) -> SimDisk:
+        """Cut the power, decide what of the unsynced changes survived, and return the disk of the next life."""
+        self.power_off()
+        self.counts["crash"] += 1
+        lost = self.rng.choice(LOST_SHARES) if self.faults.lost is None else self.faults.lost
+        after = SimDisk(self.rng, self.clock, self.faults, self.capacity_bytes)
+        after.counts, after.operations, after._inodes = self.counts, self.operations, self._inodes
+        after._names = self._names.crash(self.rng, lost=lost, counts=self.counts)
+        for _, inode in after._names.live.walk():
+            inode.crash(self.rng, lost=lost, torn=self.faults.torn, counts=self.counts)
+            inode.linked = True
+            after._used_bytes += inode.pages.length
+        self._names = SimNames()
+        return after
+
+    def fork(self, seed: int) -> SimDisk:
+        """A twin with the same bytes and doubts and its own dice, to try another outcome."""
+        twin = SimDisk(seed, None, self.faults, self.capacity_bytes)
+        twin.operations, twin._inodes, twin._dead = self.operations, self._inodes, self._dead
+        twin._used_bytes = self._used_bytes
+        twins: dict[int, SimInode] = {}
+
+        def twin_of(inode: SimInode) -> SimInode:
+            if inode.number not in twins:
+                twins[inode.number] = inode.copy()
+            return twins[inode.number]
+
+        twin._names = self._names.copy(twin_of)
+        return twin
+
+    def snapshot(self) -> dict[str, bytes]:
+        """Every file by path, as the running process sees it."""
+        return {
+            path: bytes(node.pages.read(0, node.pages.length))
+            for path, node in self._names.live.walk()
+        }
+
+    def flip(self, path: str, offset: int, bit: int) -> None:
+        """Turn one bit at rest. Bytes that were never synced may be rewritten by the crash."""
+        self._names.live.get(path).flip(offset, bit)
+        self.counts["bit_flip"] += 1
+
+    def flip_random(self, prefix: str = "") -> tuple[str, int, int] | None:
+        """Turn a random bit in a synced file below a prefix; says which, None if there is none."""
+        candidates = [
+            (path, node.pages.written)
+            for path, node in self._names.live.walk()
+            if path.startswith(prefix) and node.pages.written and not node.log
+        ]
+        if not candidates:
+            return None
+        path, size = self.rng.choice(candidates)
+        offset, bit = self.rng.randrange(size), self.rng.randrange(8)
+        self.flip(path, offset, bit)
+        return path, offset, bit
+
+    def lose(self, path: str) -> None:
+        """Remove a file everywhere, as after a repair that could not save it."""
+        self._unlink(self._names.lose(path))
+        self.counts["lost_file"] += 1
+
+    def check_power(self) -> None:
+        """Raise `SimCrash` if this disk is from before a crash."""
+        if self._dead:
+            raise SimCrash("the simulated power is off; go on with the disk that crash() returned")
+
+    def put(self, inode: SimInode, offset: int, data: bytes) -> int:
+        """Write as much as fits (all but on a full disk) and say how much that was."""
+        failing = self._step()
+        if failing:
+            data = data[: self.rng.randint(0, len(data))]
+        grow = offset + len(data) - inode.pages.length
+        if grow > 0 and inode.linked and self.capacity_bytes is not None:
+            over = grow - self.free_bytes()
+            if over > 0:
+                self.counts["full_disk"] += 1
+                data = data[: max(0, len(data) - over)]
+        before = inode.pages.length
+        inode.write(offset, data)
+        self._book(inode, before)
+        if failing:
+            self._fail()
+        return len(data)
+
+    def resize(self, inode: SimInode, size: int) -> None:
+        """Change a file's length, or raise ENOSPC and change nothing."""
+        failing = self._step()
+        before = inode.pages.length
+        if not failing and inode.linked and size - before > self.free_bytes():
+            self.counts["full_disk"] += 1
+            raise os_error(errno.ENOSPC)
+        if not failing or self.rng.random() < 0.5:
+            inode.truncate(size)
+            self._book(inode, before)
+        if failing:
+            self._fail()
+
+    def sync(self, inode: SimInode) -> None:
+        """Make a file's bytes durable, or fail and forget that they are not."""
+        failing = self._step()
+        if not failing and self._happens("failed_sync", self.faults.failed_sync):
+            inode.fail_sync()
+            raise os_error(errno.EIO)
+        if not failing or self.rng.random() < 0.5:
+            inode.sync()
+        if failing:
+            self._fail()
+
+    def _rename(self, folder: str, names: Names, replaced: SimInode | None = None) -> None:
+        failing = self._step()
+        if not failing or self.rng.random() < 0.5:
+            self._names.change(folder, names)
+            if replaced is not None:
+                self._unlink(replaced)
+        if failing:
+            self._fail()
+
+    def _book(self, inode: SimInode, before: int) -> None:
+        if inode.linked:
+            self._used_bytes += inode.pages.length - before
+
+    def _unlink(self, inode: SimInode) -> None:
+        self._used_bytes -= inode.pages.length
+        inode.linked = False
+
+    def _step(self) -> bool:
+        """Count an operation; True when the power is to fail in the middle of it."""
+        self.operations += 1
+        if self.faults.slow and self._happens("slow", self.faults.slow) and self.clock is not None:
+            self.clock.advance(self.faults.slow_s)
+        return self.operations == self._crash_at or self._happens(
+            "crash_by_chance", self.faults.crash
+        )
+
+    def _happens(self, kind: str, probability: float) -> bool:
+        if not probability or self.rng.random() >= probability:
+            return False
+        self.counts[kind] += 1
+        return True
+
+    def _fail(self) -> NoReturn:
+        self.counts["crash_in_operation"] += 1
+        self.power_off()
+        raise SimCrash("the simulated power failed in the middle of this operation")
+
+
+def _parent(path: str) -> str:
+    return path.strip("/").rpartition("/")[0]
+
+
+# -- open files and the lock ----------------------------------------------------------------------
+
+
+class SimFile:
+    """A `File` on a `SimDisk`."""
+
+    __slots__ = ("_disk", "_end", "_inode", "_open", "_writable")
+
+    def __init__(self, disk: SimDisk, inode: SimInode, *, write: bool) -> None:
+        self._disk = disk
+        self._inode = inode
+        self._end = inode.pages.length
+        self._writable = write
+        self._open = True
+
+    def descriptors(self, count: int) -> Sequence[int]:
+        return self._disk.openings(self._inode, count)
+
+    def append(self, parts: Sequence[Bytes]) -> None:
+        # Like pwritev, a full disk or a power cut may leave a front part of it.
+        self._need(write=True)
+        start, data = self._end, b"".join(parts)
+        self._end = start + self._disk.put(self._inode, start, data)
+        if self._end < start + len(data):
+            raise os_error(errno.ENOSPC)
+
+    def append_durably(self, parts: Sequence[Bytes]) -> None:
+        self.append(parts)
+        self.sync()
+
+    def write_at(self, offset: int, data: Bytes) -> None:
+        self._need(write=True)
+        if self._disk.put(self._inode, offset, bytes(data)) < len(data):
+            raise os_error(errno.ENOSPC)
+
+    def read(self, offset: int, size: int) -> memoryview:
+        self._need()
+        return self._inode.pages.read(offset, size)
+
+    def sync(self) -> None:
+        self._need()
+        self._disk.sync(self._inode)
+
+    def allocate(self, size: int) -> None:
+        self._need(write=True)
+        if size > self._inode.pages.length:
+            self._disk.resize(self._inode, size)
+
+    def truncate(self, size: int) -> None:
+        self._need(write=True)
+        self._disk.resize(self._inode, size)
+        self._end = size
+
+    def size(self) -> int:
+        self._need()
+        return self._inode.pages.length
+
+    def rest(self, offset: int, size: int) -> None:
+        """Nothing to do: everything stays in memory."""
+
+    def written(self, start: int) -> Sequence[tuple[int, int]]:
+        return [(start, self.size())]
+
+    def close(self) -> None:
+        self._disk.check_power()
+        self._open = False
+
+    def _need(self, *, write: bool = False) -> None:
+        self._disk.check_power()
+        if not self._open or (write and not self._writable):
+            raise os_error(errno.EBADF)
+
+
+class SimLock:
+    """The held lock of a `SimDisk`; a crash lets go of it."""
+
+    def __init__(self, disk: SimDisk) -> None:
+        self._disk = disk
+
+    def release(self) -> None:
+        self._disk.check_power()
+        if self._disk.holder is self:
+            self._disk.holder = None
+
+
+# -- bytes of one file ----------------------------------------------------------------------------
 
 SECTOR_BYTES = 512  # what a disk writes at once; smaller than any page, so the harsher choice
 
@@ -63,7 +461,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """How far one sector got: changes below `moment` reached it, the last ones up to `cut`."""
+    """How far one sector got: changes below `moment` reached it, the last of them up to `cut`."""
 
     moment: int
     cut: int = SECTOR_BYTES
@@ -71,7 +469,7 @@ class Fate:
 
 
 class SimInode:
-    """One simulated file: live bytes, and what of them a crash may still take."""
+    """One simulated file: live bytes, and the changes that a crash may still lose."""
 
     __slots__ = ("_dropped", "_size_floor", "failed_syncs", "linked", "log", "number", "pages")
 
@@ -144,7 +542,7 @@ class SimInode:
         return twin
 
     def crash(self, rng: Random, *, lost: float, torn: float, counts: Counter[str]) -> None:
-        """Settle every unsynced change by the dice; the result is durable."""
+        """Decide every unsynced change by the dice; the result is durable."""
         if not self.log:
             return
         pages = self.pages.copy()
@@ -249,93 +647,7 @@ def _land(pages: Pages, change: Change, start: int, end: int, cut: int, zeros: b
         pages.write(blank, bytes(end - blank))
 
 
-# -- sim_file -------------------------------------------------------------------------------------
-
-
-class SimFile:
-    """A `File` on a `SimDisk`."""
-
-    __slots__ = ("_disk", "_end", "_inode", "_open", "_writable")
-
-    def __init__(self, disk: SimDisk, inode: SimInode, *, write: bool) -> None:
-        self._disk = disk
-        self._inode = inode
-        self._end = inode.pages.length
-        self._writable = write
-        self._open = True
-
-    def descriptors(self, count: int) -> Sequence[int]:
-        return self._disk.openings(self._inode, count)
-
-    def append(self, parts: Sequence[Bytes]) -> None:
-        # Like pwritev, a full disk or a power cut may leave a front part of it.
-        self._need(write=True)
-        start, data = self._end, b"".join(parts)
-        self._end = start + self._disk.put(self._inode, start, data)
-        if self._end < start + len(data):
-            raise os_error(errno.ENOSPC)
-
-    def append_durably(self, parts: Sequence[Bytes]) -> None:
-        self.append(parts)
-        self.sync()
-
-    def write_at(self, offset: int, data: Bytes) -> None:
-        self._need(write=True)
-        if self._disk.put(self._inode, offset, bytes(data)) < len(data):
-            raise os_error(errno.ENOSPC)
-
-    def read(self, offset: int, size: int) -> memoryview:
-        self._need()
-        return self._inode.pages.read(offset, size)
-
-    def sync(self) -> None:
-        self._need()
-        self._disk.sync(self._inode)
-
-    def allocate(self, size: int) -> None:
-        self._need(write=True)
-        if size > self._inode.pages.length:
-            self._disk.resize(self._inode, size)
-
-    def truncate(self, size: int) -> None:
-        self._need(write=True)
-        self._disk.resize(self._inode, size)
-        self._end = size
-
-    def size(self) -> int:
-        self._need()
-        return self._inode.pages.length
-
-    def rest(self, offset: int, size: int) -> None:
-        """What is in memory stays there."""
-
-    def written(self, start: int) -> Sequence[tuple[int, int]]:
-        return [(start, self.size())]
-
-    def close(self) -> None:
-        self._disk.check_power()
-        self._open = False
-
-    def _need(self, *, write: bool = False) -> None:
-        self._disk.check_power()
-        if not self._open or (write and not self._writable):
-            raise os_error(errno.EBADF)
-
-
-class SimLock:
-    """The held lock of a `SimDisk`; a crash lets go of it."""
-
-    def __init__(self, disk: SimDisk) -> None:
-        self._disk = disk
-
-    def release(self) -> None:
-        self._disk.check_power()
-        if self._disk.holder is self:
-            self._disk.holder = None
-
-
-# -- sim_names ------------------------------------------------------------------------------------
-
+# -- names ----------------------------------------------------------------------------------------
 
 Names = list[tuple[str, "SimInode | None"]]  # None: the name goes away
 
@@ -378,7 +690,7 @@ class SimNames:
     def sync(self, folder: str) -> None:
         """Make the changes that belong to a folder durable."""
         for change in [change for change in self._pending if change.folder == folder]:
-            self._settle(change)
+            self._make_durable(change)
 
     def crash(self, rng: Random, *, lost: float, counts: Counter[str]) -> SimNames:
         """The names that the next life finds."""
@@ -386,7 +698,7 @@ class SimNames:
             survives = rng.random() >= lost
             counts["kept_names" if survives else "lost_names"] += 1
             if survives:
-                self._settle(change)
+                self._make_durable(change)
         after = SimNames()
         after._durable = self._durable
         after.live = self._durable.copy()
@@ -415,7 +727,7 @@ class SimNames:
         ]
         return twin
 
-    def _settle(self, change: NameChange) -> None:
+    def _make_durable(self, change: NameChange) -> None:
         position = self._pending.index(change)
         for path, _ in change.names:
             self._forget(path, position)
@@ -423,7 +735,7 @@ class SimNames:
         self._pending.pop(position)
 
     def _forget(self, path: str, position: int) -> None:
-        # What came before on the same name must not come back after this.
+        # An earlier change of the same name must not be applied after this one.
         for change in self._pending[:position]:
             change.names = [(name, inode) for name, inode in change.names if name != path]
 
@@ -434,327 +746,3 @@ def _apply(tree: Tree[SimInode], names: Names) -> None:
             tree.put(path, inode)
         elif tree.has(path):
             tree.take(path)
-
-
-# -- sim_disk -------------------------------------------------------------------------------------
-
-
-UNLIMITED_BYTES = 1 << 40  # what a disk without a set capacity has: more than any run writes
-
-# Each crash draws one of these as its share of lost sectors and names: mixed dice alone would
-# hardly ever show the plain cases, in which everything or nothing survives.
-LOST_SHARES = (0.0, 0.05, 0.5, 0.95, 1.0)
-MAX_OPENINGS = 8  # of one file at a time, for syncs side by side
-
-
-class SimCrash(BaseException):
-    """The simulated power is off. Not an `Exception`, so that no handler carries on regardless."""
-
-
-class Stall(Protocol):
-    """What a slow operation needs of a clock; `SimClock` has it."""
-
-    def advance(self, seconds: float) -> None:
-        """Let simulated time pass."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Faults:
-    """How often the disk misbehaves by itself, as probabilities for each operation or sector."""
-
-    crash: float = 0.0  # per operation: power fails in the middle of it
-    failed_sync: float = 0.0  # per sync: EIO, and the waiting data is silently forgotten
-    slow: float = 0.0  # per operation: it takes `slow_s` of simulated time
-    slow_s: float = 0.25
-    torn: float = 0.1  # per surviving sector at a crash
-    lost: float | None = None  # per unsynced sector and name at a crash; None draws it per crash
-
-
-class SimDisk:
-    """A `Disk` in memory that crashes, tears, forgets and fills up, all by its seed.
-
-    >>> disk = SimDisk(seed=7)
-    >>> file = disk.open("a", create=True)
-    >>> file.append([b"durable"]); file.sync(); disk.sync_dir("")
-    >>> file.append([b", perhaps"])
-    >>> after = disk.crash()
-    >>> bytes(after.open("a").read(0, 7))
-    b'durable'
-    >>> file.size()  # doctest: +IGNORE_EXCEPTION_DETAIL
-    Traceback (most recent call last):
-    penstock.testing.simulation.disk.SimCrash: the power is off
-    """
-
-    def __init__(
-        self,
-        seed: int | Random = 0,
-        clock: Stall | None = None,
-        faults: Faults | None = None,
-        capacity_bytes: int | None = None,
-    ) -> None:
-        self.rng = seed if isinstance(seed, Random) else Random(seed)
-        self.clock = clock
-        self.faults = faults or Faults()
-        self.capacity_bytes = capacity_bytes
-        self.counts: Counter[str] = Counter()  # faults that happened, by kind, over all lives
-        self.operations = 0  # changes and syncs so far, over all lives; reads are not counted
-        self.holder: SimLock | None = None
-        self.on_power_off: Callable[[], None] | None = None
-        self._crash_at = 0
-        self._dead = False
-        self._inodes = 0
-        self._used_bytes = 0
-        self._names = SimNames()
-        self._openings: dict[int, tuple[SimInode, int]] = {}
-
-    def open(self, path: str, *, create: bool = False, write: bool = False) -> SimFile:
-        self.check_power()
-        live = self._names.live
-        if create:
-            if live.has(path):
-                raise os_error(errno.EEXIST, path)
-            live.spot(path)  # the folder must be there
-            self._inodes += 1
-            self._rename(_parent(path), [(path, SimInode(self._inodes))])
-        inode = live.get(path)
-        return SimFile(self, inode, write=create or write)
-
-    def openings(self, inode: SimInode, count: int) -> Sequence[int]:
-        """Numbers by which the system knows a file that was opened so many times."""
-        first = inode.number * MAX_OPENINGS
-        for number in range(first, first + count):
-            self._openings.setdefault(number, (inode, inode.failed_syncs))
-        return range(first, first + count)
-
-    def sync_opening(self, number: int) -> None:
-        """Sync a file by one of its openings: each hears once of what failed since it last did."""
-        inode, told = self._openings[number]
-        try:
-            if inode.failed_syncs > told:
-                raise os_error(errno.EIO)
-            self.sync(inode)
-        finally:
-            self._openings[number] = (inode, inode.failed_syncs)
-
-    def list(self, folder: str) -> list[str]:
-        self.check_power()
-        return self._names.live.names(folder)
-
-    def exists(self, path: str) -> bool:
-        self.check_power()
-        return self._names.live.has(path)
-
-    def rename(self, source: str, target: str) -> None:
-        self.check_power()
-        live = self._names.live
-        inode = live.get(source)
-        live.spot(target)
-        replaced = live.get(target) if live.has(target) else None
-        if replaced is not inode:
-            self._rename(_parent(target), [(source, None), (target, inode)], replaced)
-
-    def remove(self, path: str) -> None:
-        self.check_power()
-        self._rename(_parent(path), [(path, None)], self._names.live.get(path))
-
-    def make_dir(self, folder: str) -> None:
-        self.check_power()
-        failing = self._step()
-        if not failing or self.rng.random() < 0.5:
-            self._names.make(folder)
-        if failing:
-            self._fail()
-
-    def sync_dir(self, folder: str) -> None:
-        self.check_power()
-        self._names.live.folder(folder)
-        failing = self._step()
-        if not failing and self._happens("failed_sync", self.faults.failed_sync):
-            raise os_error(errno.EIO, folder)  # the names stay pending, as in a file system's log
-        if not failing or self.rng.random() < 0.5:
-            self._names.sync(folder.strip("/"))
-        if failing:
-            self._fail()
-
-    def shared(self, path: str, size: int) -> memoryview:
-        return memoryview(
-            bytearray(size)
-        )  # a crash here is a power failure, which it does not outlive
-
-    def free_bytes(self) -> int:
-        self.check_power()
-        if self.capacity_bytes is None:
-            return UNLIMITED_BYTES
-        return max(0, self.capacity_bytes - self._used_bytes)
-
-    def lock(self) -> SimLock:
-        self.check_power()
-        if self.holder is not None:
-            raise FolderLocked(
-                "the simulated disk is being written by another bus. Close that bus first",
-                path="sim:",
-                holder="the simulated process",
-            )
-        self.holder = SimLock(self)
-        return self.holder
-
-    def crash_at(self, operation: int) -> None:
-        """Cut the power in the middle of the operation of this number (see `operations`)."""
-        self._crash_at = operation
-
-    def power_off(self) -> None:
-        """Kill this object and all its handles: from now on every call raises `SimCrash`."""
-        if not self._dead:
-            self._dead = True
-            if self.on_power_off is not None:
-                self.on_power_off()
-
-    def crash(self) -> SimDisk:
-        """Cut the power, settle what was unsynced, and return the disk of the next life."""
-        self.power_off()
-        self.counts["crash"] += 1
-        lost = self.rng.choice(LOST_SHARES) if self.faults.lost is None else self.faults.lost
-        after = SimDisk(self.rng, self.clock, self.faults, self.capacity_bytes)
-        after.counts, after.operations, after._inodes = self.counts, self.operations, self._inodes
-        after._names = self._names.crash(self.rng, lost=lost, counts=self.counts)
-        for _, inode in after._names.live.walk():
-            inode.crash(self.rng, lost=lost, torn=self.faults.torn, counts=self.counts)
-            inode.linked = True
-            after._used_bytes += inode.pages.length
-        self._names = SimNames()
-        return after
-
-    def fork(self, seed: int) -> SimDisk:
-        """A twin with the same bytes and doubts and its own dice, to try another outcome."""
-        twin = SimDisk(seed, None, self.faults, self.capacity_bytes)
-        twin.operations, twin._inodes, twin._dead = self.operations, self._inodes, self._dead
-        twin._used_bytes = self._used_bytes
-        twins: dict[int, SimInode] = {}
-
-        def twin_of(inode: SimInode) -> SimInode:
-            if inode.number not in twins:
-                twins[inode.number] = inode.copy()
-            return twins[inode.number]
-
-        twin._names = self._names.copy(twin_of)
-        return twin
-
-    def snapshot(self) -> dict[str, bytes]:
-        """Every file by path, as the running process sees it."""
-        return {
-            path: bytes(node.pages.read(0, node.pages.length))
-            for path, node in self._names.live.walk()
-        }
-
-    def flip(self, path: str, offset: int, bit: int) -> None:
-        """Turn one bit at rest. Bytes that were never synced may be rewritten by the crash."""
-        self._names.live.get(path).flip(offset, bit)
-        self.counts["bit_flip"] += 1
-
-    def flip_random(self, prefix: str = "") -> tuple[str, int, int] | None:
-        """Turn a random bit in a synced file below a prefix; says which, None if there is none."""
-        candidates = [
-            (path, node.pages.written)
-            for path, node in self._names.live.walk()
-            if path.startswith(prefix) and node.pages.written and not node.log
-        ]
-        if not candidates:
-            return None
-        path, size = self.rng.choice(candidates)
-        offset, bit = self.rng.randrange(size), self.rng.randrange(8)
-        self.flip(path, offset, bit)
-        return path, offset, bit
-
-    def lose(self, path: str) -> None:
-        """Let a file vanish, as after a repair that could not save it."""
-        self._unlink(self._names.lose(path))
-        self.counts["lost_file"] += 1
-
-    def check_power(self) -> None:
-        """Raise `SimCrash` if this disk is from before a crash."""
-        if self._dead:
-            raise SimCrash("the simulated power is off; go on with the disk that crash() returned")
-
-    def put(self, inode: SimInode, offset: int, data: bytes) -> int:
-        """Write as much as fits (all but on a full disk) and say how much that was."""
-        failing = self._step()
-        if failing:
-            data = data[: self.rng.randint(0, len(data))]
-        grow = offset + len(data) - inode.pages.length
-        if grow > 0 and inode.linked and self.capacity_bytes is not None:
-            over = grow - self.free_bytes()
-            if over > 0:
-                self.counts["full_disk"] += 1
-                data = data[: max(0, len(data) - over)]
-        before = inode.pages.length
-        inode.write(offset, data)
-        self._book(inode, before)
-        if failing:
-            self._fail()
-        return len(data)
-
-    def resize(self, inode: SimInode, size: int) -> None:
-        """Change a file's length, or raise ENOSPC and change nothing."""
-        failing = self._step()
-        before = inode.pages.length
-        if not failing and inode.linked and size - before > self.free_bytes():
-            self.counts["full_disk"] += 1
-            raise os_error(errno.ENOSPC)
-        if not failing or self.rng.random() < 0.5:
-            inode.truncate(size)
-            self._book(inode, before)
-        if failing:
-            self._fail()
-
-    def sync(self, inode: SimInode) -> None:
-        """Make a file's bytes durable, or fail and forget that they are not."""
-        failing = self._step()
-        if not failing and self._happens("failed_sync", self.faults.failed_sync):
-            inode.fail_sync()
-            raise os_error(errno.EIO)
-        if not failing or self.rng.random() < 0.5:
-            inode.sync()
-        if failing:
-            self._fail()
-
-    def _rename(self, folder: str, names: Names, replaced: SimInode | None = None) -> None:
-        failing = self._step()
-        if not failing or self.rng.random() < 0.5:
-            self._names.change(folder, names)
-            if replaced is not None:
-                self._unlink(replaced)
-        if failing:
-            self._fail()
-
-    def _book(self, inode: SimInode, before: int) -> None:
-        if inode.linked:
-            self._used_bytes += inode.pages.length - before
-
-    def _unlink(self, inode: SimInode) -> None:
-        self._used_bytes -= inode.pages.length
-        inode.linked = False
-
-    def _step(self) -> bool:
-        """Count an operation; True when the power is to fail in the middle of it."""
-        self.operations += 1
-        if self.faults.slow and self._happens("slow", self.faults.slow) and self.clock is not None:
-            self.clock.advance(self.faults.slow_s)
-        return self.operations == self._crash_at or self._happens(
-            "crash_by_chance", self.faults.crash
-        )
-
-    def _happens(self, kind: str, probability: float) -> bool:
-        if not probability or self.rng.random() >= probability:
-            return False
-        self.counts[kind] += 1
-        return True
-
-    def _fail(self) -> NoReturn:
-        self.counts["crash_in_operation"] += 1
-        self.power_off()
-        raise SimCrash("the simulated power failed in the middle of this operation")
-
-
-def _parent(path: str) -> str:
-    return path.strip("/").rpartition("/")[0]

@@ -26,7 +26,7 @@ def token(*roles: str) -> str:
     return Authenticator(Auth(jwt_secret=SECRET)).issue("acme", "ann", roles, 600)
 
 
-class Desk:
+class Shell:
     """The command with the rights of a token, at one broker."""
 
     def __init__(self, cli: Any, broker: BrokerProcess, token: str = "") -> None:
@@ -76,74 +76,74 @@ async def kill(bus: penstock.Bus, topic: str, count: int) -> None:
 
 async def test_a_walk_through_the_desks(cli: Any, broker: BrokerProcess) -> None:
     """T8, T9, Y3: topic, group, dlq and audit over the wire, as on a folder."""
-    desk = Desk(cli, broker)
-    desk.ok("topic", "create", "orders", "--partitions", "2")
+    shell = Shell(cli, broker)
+    shell.ok("topic", "create", "orders", "--partitions", "2")
     async with penstock.connect(broker.url()) as bus:
         await kill(bus, "orders", 3)
-    assert desk.ok("topic", "info", "orders").row["name"] == "orders"
-    assert [row["name"] for row in desk.ok("group", "list").rows] == ["billing"]
-    assert desk.ok("group", "info", "billing").row["lag"] == 0
+    assert shell.ok("topic", "info", "orders").row["name"] == "orders"
+    assert [row["name"] for row in shell.ok("group", "list").rows] == ["billing"]
+    assert shell.ok("group", "info", "billing").row["lag"] == 0
 
-    newest, second, oldest = [row["id"] for row in desk.ok("dlq", "list").rows]
-    page = desk.ok("dlq", "list", "--limit", "1", "--offset", "1").rows
+    newest, second, oldest = [row["id"] for row in shell.ok("dlq", "list").rows]
+    page = shell.ok("dlq", "list", "--limit", "1", "--offset", "1").rows
     assert [row["id"] for row in page] == [second]
-    assert desk.ok("dlq", "inspect", "--id", oldest).row["value"] == {"number": 0}
+    assert shell.ok("dlq", "inspect", "--id", oldest).row["value"] == {"number": 0}
     target = ("--target-consumer", "billing", "--target-topic", "orders", "--confirm", "REPLAY")
     replay = ("dlq", "replay", "--ids", f"{oldest},{second}", *target, *WHY)
-    assert desk.ok(*replay, "--actor", "bob").row["done"] == 2
-    assert [row["id"] for row in desk.ok("dlq", "list").rows] == [newest]
-    shown = [row["id"] for row in desk.ok("dlq", "list", "--everything").rows]
+    assert shell.ok(*replay, "--actor", "bob").row["done"] == 2
+    assert [row["id"] for row in shell.ok("dlq", "list").rows] == [newest]
+    shown = [row["id"] for row in shell.ok("dlq", "list", "--everything").rows]
     assert shown == [newest, second, oldest]
     by = ("--actor", "bob", *WHY)
-    desk.ok("dlq", "purge", "--ids", newest, *by, "--confirm", "PURGE")
+    shell.ok("dlq", "purge", "--ids", newest, *by, "--confirm", "PURGE")
     handmade = ("--consumer", "billing", "--topic", "orders", "--payload", "p")
-    desk.ok("dlq", "dead-letter", "--id", "x", *handmade, *by)
-    assert desk("dlq", "dead-letter", "--id", "x", *handmade, *by).code == 4, "it is there already"
-    desk.ok("dlq", "dead-letter", "--id", "y", *handmade, *WHY)
-    many = desk(
+    shell.ok("dlq", "dead-letter", "--id", "x", *handmade, *by)
+    assert shell("dlq", "dead-letter", "--id", "x", *handmade, *by).code == 4, "it is there already"
+    shell.ok("dlq", "dead-letter", "--id", "y", *handmade, *WHY)
+    many = shell(
         "dlq", "purge", *by, "--confirm", "PURGE", "--ids", ",".join(map(str, range(1_001)))
     )
     assert many.code == 2
     assert many.row["error"]["data"]["parameter"] == "ids"
 
-    operations = [row["operation"] for row in desk.ok("audit", "query", "--actor", "bob").rows]
+    operations = [row["operation"] for row in shell.ok("audit", "query", "--actor", "bob").rows]
     assert operations == ["dlq.replay", "dlq.replay", "dlq.purge", "dlq.dead-letter"]
     me = f"local:{pwd.getpwuid(os.getuid()).pw_name}"
-    operations = [row["operation"] for row in desk.ok("audit", "query", "--actor", me).rows]
+    operations = [row["operation"] for row in shell.ok("audit", "query", "--actor", me).rows]
     assert operations == ["dlq.dead-letter"], "who says no name is known by that of the system"
-    assert desk.ok("audit", "verify").row["ok"]
-    relative = desk("audit", "export", "copy")
+    assert shell.ok("audit", "verify").row["ok"]
+    relative = shell("audit", "export", "copy")
     assert relative.code == 2
     assert "absolute path" in relative.row["error"]["message"]
     copy = cli.folder / "copy"
-    assert desk.ok("audit", "export", str(copy)).row["host"] == "the broker's"
+    assert shell.ok("audit", "export", str(copy)).row["host"] == "the broker's"
     assert list(copy.rglob("manifest-*.json"))
 
-    desk.ok("group", "reset", "billing", "--to", "latest", "--confirm", "RESET")
-    desk.ok("group", "delete", "billing", "--confirm", "DELETE")
-    desk.ok("topic", "delete", "orders", "--confirm", "DELETE")
-    assert desk.ok("topic", "list").rows == []
+    shell.ok("group", "reset", "billing", "--to", "latest", "--confirm", "RESET")
+    shell.ok("group", "delete", "billing", "--confirm", "DELETE")
+    shell.ok("topic", "delete", "orders", "--confirm", "DELETE")
+    assert shell.ok("topic", "list").rows == []
 
 
 async def test_a_token_says_who_does_it(cli: Any, guarded: BrokerProcess) -> None:
     """T8, T10: nobody need say it again; somebody else's name is refused, over the wire as over HTTP."""
-    desk = Desk(cli, guarded, token("operator"))
+    shell = Shell(cli, guarded, token("operator"))
     own = {"identity__tenant": "acme", "client__token": token("operator")}
     async with penstock.connect(guarded.url(), **own) as bus:
         await kill(bus, TOPIC, 2)
-    first, second = [row["id"] for row in desk.ok("dlq", "list").rows]
+    first, second = [row["id"] for row in shell.ok("dlq", "list").rows]
     purge = ("dlq", "purge", *WHY, "--confirm", "PURGE", "--ids")
-    denied = desk(*purge, first, "--actor", "eve")
+    denied = shell(*purge, first, "--actor", "eve")
     assert denied.row["error"]["code"] == "access.denied"
-    desk.ok(*purge, first)
-    desk.ok(*purge, second, "--actor", "ann")
-    desk.ok("group", "reset", "billing", "--to", "latest", "--confirm", "RESET")
-    desk.ok("topic", "delete", TOPIC, "--confirm", "DELETE")
-    records = desk.ok("audit", "query").rows
+    shell.ok(*purge, first)
+    shell.ok(*purge, second, "--actor", "ann")
+    shell.ok("group", "reset", "billing", "--to", "latest", "--confirm", "RESET")
+    shell.ok("topic", "delete", TOPIC, "--confirm", "DELETE")
+    records = shell.ok("audit", "query").rows
     assert {row["actor"] for row in records} == {"ann"}
     operations = [row["operation"] for row in records]
     assert operations == ["dlq.purge", "dlq.purge", "group.reset", "topic.delete"]
-    with_none = Desk(cli, guarded, token("reader"))(*purge, first)
+    with_none = Shell(cli, guarded, token("reader"))(*purge, first)
     assert with_none.row["error"]["code"] == "access.denied"
 
 
@@ -154,13 +154,13 @@ async def test_the_admin_token_signs_as_admin(cli: Any, tmp_path: Path) -> None:
         log.open("wb") as written,
         BrokerProcess(tmp_path / "served", log=written).start(auth__admin_token=shown) as running,
     ):
-        desk = Desk(cli, running)
-        assert desk("topic", "list").row["error"]["code"] == "access.unauthenticated"
-        desk = Desk(cli, running, shown)
-        desk.ok("topic", "create", TOPIC)
-        desk.ok("dlq", "dead-letter", "--id", "x", "--consumer", "billing", "--topic", TOPIC, "--payload", "p", *WHY)  # fmt: skip
-        desk.ok("topic", "delete", TOPIC, "--confirm", "DELETE")
-        records = desk.rest("/api/admin/audit/events", shown)["items"]
+        shell = Shell(cli, running)
+        assert shell("topic", "list").row["error"]["code"] == "access.unauthenticated"
+        shell = Shell(cli, running, shown)
+        shell.ok("topic", "create", TOPIC)
+        shell.ok("dlq", "dead-letter", "--id", "x", "--consumer", "billing", "--topic", TOPIC, "--payload", "p", *WHY)  # fmt: skip
+        shell.ok("topic", "delete", TOPIC, "--confirm", "DELETE")
+        records = shell.rest("/api/admin/audit/events", shown)["items"]
     assert {record["actor"] for record in records} == {"admin"}
     assert [record["operation"] for record in records] == ["dlq.dead-letter", "topic.delete"]
     (line,) = [text for text in log.read_text().splitlines() if "client refused" in text]
@@ -180,7 +180,7 @@ async def test_a_tenant_replays_from_the_command_line(cli: Any, guarded: BrokerP
 
 async def test_sessions_and_tenants(cli: Any, guarded: BrokerProcess) -> None:
     """T4, T11: what the admin API shows, each tenant its own."""
-    desk = Desk(cli, guarded, token("reader"))
+    shell = Shell(cli, guarded, token("reader"))
     own = {"identity__tenant": "acme", "client__token": token("operator")}
     async with (
         penstock.connect(f"{guarded.url()}?client=till", **own) as bus,
@@ -191,11 +191,11 @@ async def test_sessions_and_tenants(cli: Any, guarded: BrokerProcess) -> None:
         theirs = {"identity__tenant": "other", "client__token": other()}
         async with penstock.connect(f"{guarded.url()}?client=stranger", **theirs) as stranger:
             await stranger.publish("orders.created.v1.other", b"x")
-            (till, *asking) = desk.ok("session", "list").rows
-            (tenant,) = desk.ok("tenant", "list").rows
-            rest = desk.rest("/api/admin/sessions", token("reader"))["items"]
-            tenants = desk.rest("/api/admin/tenants", token("reader"))["items"]
-            page = desk.ok("session", "list", "--limit", "1")
+            (till, *asking) = shell.ok("session", "list").rows
+            (tenant,) = shell.ok("tenant", "list").rows
+            rest = shell.rest("/api/admin/sessions", token("reader"))["items"]
+            tenants = shell.rest("/api/admin/tenants", token("reader"))["items"]
+            page = shell.ok("session", "list", "--limit", "1")
             assert len(page.rows) == 1
             assert f"{len(asking)} more: go on with --offset 1, or raise --limit" in page.stderr
     assert (till["client"], till["groups"], till["held"]) == ("till", ["billing"], 1)
@@ -203,7 +203,7 @@ async def test_sessions_and_tenants(cli: Any, guarded: BrokerProcess) -> None:
     assert rest[0] | {"silent_s": 0} == till | {"silent_s": 0}
     assert tenants == [tenant]
     assert tenant["tenant"] == "acme"
-    assert desk.ok("session", "list", "--offset", "1000").rows == []
+    assert shell.ok("session", "list", "--offset", "1000").rows == []
 
 
 def test_who_names_the_folder_of_a_broker_is_sent_to_the_broker(

@@ -24,10 +24,7 @@ import msgspec
 import pytest
 
 import penstock
-from penstock.cli import checks as checkup
-from penstock.cli import checks as checkup_broker
-from penstock.cli import checks as checkup_folder
-from penstock.cli import checks as checkup_network
+from penstock.cli import checks as checks_module
 from penstock.log.disk import RealDisk
 from penstock.model.errors import ConnectionFailed, MissingExtra
 from penstock.model.settings import Journal, Sealing, Server, Settings, Telemetry
@@ -56,16 +53,14 @@ def test_a_port_that_is_taken(cli: Any) -> None:
         address = f"127.0.0.1:{port}"
         result = cli("doctor", *OFF, "--set", f"server.tcp={address}", "--json")
         settings = Settings(server=Server(zmq="", pub="", http="", tcp=address))
-        (by_default,) = checkup_network.check_ports(settings, None)
+        (by_default,) = checks_module.check_ports(settings, None)
     assert result.code == 1
     row = found(result, "port tcp")
     assert row["status"] == "fail"
     assert f"taken by pid {os.getpid()}" in row["found"]
     assert "--tcp" in row["advice"]
     assert by_default.status == "warn"
-    assert checkup_network.check_port("tcp", Address("127.0.0.1", port)).status == "ok", (
-        "free again"
-    )
+    assert checks_module.check_port("tcp", Address("127.0.0.1", port)).status == "ok", "free again"
 
 
 def test_the_ports_of_the_broker_that_is_asked(cli: Any) -> None:
@@ -84,7 +79,7 @@ def test_the_ports_of_the_broker_that_is_asked(cli: Any) -> None:
 
 def test_an_address_of_another_machine() -> None:
     with pytest.raises(ConnectionFailed, match="address of this machine"):
-        checkup_network.check_port("tcp", Address("192.0.2.1", 0))
+        checks_module.check_port("tcp", Address("192.0.2.1", 0))
 
 
 def _without(real: Any, missing: str, name: str) -> Any:
@@ -100,17 +95,19 @@ def test_a_missing_extra_says_who_needs_it(monkeypatch: pytest.MonkeyPatch) -> N
         importlib.util, "find_spec", lambda name: None if name == "uvicorn" else real(name)
     )
     with pytest.raises(MissingExtra, match=r"uvicorn.*server\.http.*pip install 'penstock\[server\]'"):  # fmt: skip
-        checkup.check_needed(Settings())
-    assert checkup.check_needed(Settings(server=Server(http=""))).status == "ok"
+        checks_module.check_needed(Settings())
+    assert checks_module.check_needed(Settings(server=Server(http=""))).status == "ok"
     traced = Settings(
         server=Server(http=""), telemetry=Telemetry(otlp_endpoint="http://127.0.0.1:4318")
     )
     for missing in ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"):
         monkeypatch.setattr(importlib.util, "find_spec", partial(_without, real, missing))
         with pytest.raises(MissingExtra, match=r"telemetry\.otlp_endpoint.*penstock\[tracing\]"):
-            checkup.check_needed(traced)
-    monkeypatch.setattr(checkup, "_installed", lambda name: None if name == "uvicorn" else "1")
-    extra = next(check for check in checkup.check_extras() if check.name == "extra server")
+            checks_module.check_needed(traced)
+    monkeypatch.setattr(
+        checks_module, "_installed", lambda name: None if name == "uvicorn" else "1"
+    )
+    extra = next(check for check in checks_module.check_extras() if check.name == "extra server")
     assert "uvicorn" in extra.found
     assert "pip install 'penstock[server]'" in extra.advice
     assert "penstock up" in extra.advice
@@ -118,7 +115,7 @@ def test_a_missing_extra_says_who_needs_it(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_doctor_finds_that_tracing_is_not_installed(cli: Any) -> None:
     """T16: an endpoint for spans, which is no setting of the server, needs an extra as well."""
-    gone = "".join(f"sys.modules[{name!r}] = None\n" for name in checkup.TRACING)
+    gone = "".join(f"sys.modules[{name!r}] = None\n" for name in checks_module.TRACING)
     (cli.folder / "sitecustomize.py").write_text(f"import sys\n{gone}")
     cli.env["PYTHONPATH"] = f"{cli.folder}:{cli.env['PYTHONPATH']}"
     result = cli("doctor", "--set", "telemetry.otlp_endpoint=http://127.0.0.1:4318", "--json")
@@ -159,11 +156,11 @@ def test_the_certificate_a_client_shows(cli: Any) -> None:
 def test_too_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings(server=Server(max_connections=5_000))
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1_024, 4_096))
-    low = checkup.check_descriptors(settings)
+    low = checks_module.check_descriptors(settings)
     assert low.status == "warn"
     assert "LimitNOFILE=6024" in low.advice
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1_024, 8_192))
-    assert checkup.check_descriptors(settings).status == "ok", "the broker raises it itself"
+    assert checks_module.check_descriptors(settings).status == "ok", "the broker raises it itself"
 
 
 def test_the_broker_raises_its_limit_of_open_files(cli: Any) -> None:
@@ -178,7 +175,7 @@ def test_the_broker_raises_its_limit_of_open_files(cli: Any) -> None:
 
 
 def test_a_clock_that_jumps(monkeypatch: pytest.MonkeyPatch) -> None:
-    watch = checkup.ClockWatch()
+    watch = checks_module.ClockWatch()
     assert watch.check().status == "ok"
     real = time.time_ns
     monkeypatch.setattr(time, "time_ns", lambda: real() - 3_600 * 10**9)
@@ -203,7 +200,7 @@ def test_a_clock_that_jumps(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_disk_is_judged_by_its_syncs(times_ms: list[float], status: str, word: str) -> None:
     """T16: slow, uneven, and too fast to be true."""
-    check = checkup_folder.judge_syncs(times_ms)
+    check = checks_module.judge_syncs(times_ms)
     assert check.status == status
     assert word in check.advice
     assert "p99" in check.found
@@ -212,10 +209,10 @@ def test_the_disk_is_judged_by_its_syncs(times_ms: list[float], status: str, wor
 def test_syncs_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.fdatasync
     monkeypatch.setattr(os, "fdatasync", lambda fd: (time.sleep(0.05), real(fd)))
-    monkeypatch.setattr(checkup_folder, "SYNC_TIME_S", 0.2)
-    times_ms = checkup_folder.measure_syncs(tmp_path)
+    monkeypatch.setattr(checks_module, "SYNC_TIME_S", 0.2)
+    times_ms = checks_module.measure_syncs(tmp_path)
     assert min(times_ms) >= 50
-    assert checkup_folder.LEAST_SYNCS <= len(times_ms) < 10, "a slow disk is asked less often"
+    assert checks_module.LEAST_SYNCS <= len(times_ms) < 10, "a slow disk is asked less often"
     assert not list(tmp_path.iterdir())
 
 
@@ -223,10 +220,10 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     usage = namedtuple("usage", "total used free")
     settings = Settings(journal=Journal(file_bytes=1 << 30))
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage(100 << 30, 0, 1 << 29))
-    full = checkup_folder.check_space(tmp_path, settings)
+    full = checks_module.check_space(tmp_path, settings)
     assert (full.status, "1 GiB" in full.advice) == ("fail", True)
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage(100 << 30, 0, 2 << 30))
-    assert checkup_folder.check_space(tmp_path, settings).status == "warn"
+    assert checks_module.check_space(tmp_path, settings).status == "warn"
 
 
 # -- the folder ------------------------------------------------------------------------------------
@@ -249,8 +246,8 @@ async def test_a_journal_that_is_not_sealed(tmp_path: Path, small: Callable[...,
         for _ in range(5):
             await bus.publish_many("t", [os.urandom(1_000) for _ in range(600)], codec="raw")
 
-    def backlog(settings: Settings) -> checkup.Check:
-        checks = checkup_folder.check_log(tmp_path / "data", settings)
+    def backlog(settings: Settings) -> checks_module.Check:
+        checks = checks_module.check_log(tmp_path / "data", settings)
         return next(check for check in checks if check.name == "backlog")
 
     assert "sealing is off" in backlog(settings).found
@@ -315,7 +312,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def status_of(folder: Path) -> dict[str, tuple[str, str]]:
-    return {check.name: (check.status, check.found) for check in checkup_broker.check_broker(folder)}  # fmt: skip
+    return {check.name: (check.status, check.found) for check in checks_module.check_broker(folder)}  # fmt: skip
 
 
 def test_a_running_broker_is_asked(served: Any) -> None:
@@ -346,7 +343,7 @@ def test_a_broker_that_does_not_answer(served: Any) -> None:
 
 def test_a_broker_that_hangs(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, _, _ = served
-    monkeypatch.setattr(checkup_broker, "ANSWER_S", 0.2)
+    monkeypatch.setattr(checks_module, "ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         write_ports(folder, listening(Server(), {"http": silent.getsockname()[1]}, "1"))
         began = time.monotonic()
@@ -409,7 +406,7 @@ async def test_a_broker_whose_clock_is_not_ours(tmp_path: Path, hours: int) -> N
     daemon.engine.runtime.wall_us = lambda: clock() + hours * 3_600_000_000
     try:
         url = f"penstock://127.0.0.1:{daemon.ports['tcp']}"
-        look = partial(checkup_broker.check_remote, url, Settings())
+        look = partial(checks_module.check_remote, url, Settings())
         _, skew = await asyncio.to_thread(lambda: list(look()))
     finally:
         await daemon.stop()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import penstock
-from penstock.cli import checks as checkup
+from penstock.cli import checks
 from penstock.model.errors import Rejected
 from penstock.testing.authority import Authority
 
@@ -155,10 +155,10 @@ def test_the_doctor_survives_a_broken_folder(cli: Any, damage: str) -> None:
 def test_a_check_that_meets_something_unforeseen_fails_with_its_words() -> None:
     """C4: an error that is none of ours is a finding too, and the rest is examined."""
 
-    def look() -> checkup.Check:
+    def look() -> checks.Check:
         raise KeyError("no such entry")
 
-    [row] = checkup.guarded("log", look)
+    [row] = checks.guarded("log", look)
     assert (row.name, row.status) == ("log", "fail")
     assert "no such entry" in row.found
     assert row.advice
