@@ -17,8 +17,8 @@ import penstock
 from penstock.engines.broker.tcp import TcpLink as ClientLink
 from penstock.model.errors import BusClosed
 from penstock.model.settings_loader import load
-from penstock.server import fastpath as outgoing
 from penstock.server.fastpath import FastPath
+from penstock.server.transports import tcp as outgoing
 from penstock.server.transports.tcp import TcpLink, TcpServer
 from penstock.testing.broker_process import BrokerProcess
 from penstock.wire.frame import Frame, Kind
