@@ -125,7 +125,6 @@ class PublishHandler:
         with self._order.join({draft.topic for draft in request.drafts}) as place:
             if self._ahead(request):
                 return await self._publish(frame, request, place, patient=True)
-            # What takes long is not counted: nobody waits until it ends.
             if self._fastpath.wants(frame.size_bytes):
                 # It takes too long for tenants over their rate to wait until it ends.
                 return await self._publish(frame, request, place)
@@ -412,9 +411,9 @@ class PublishHandler:
         )
         for cursor in request.cursors:
             await self._session.feeds.opened(cursor.feed)
-            outlet = self._session.feeds.log(cursor.feed)
-            outlet.mark(cursor)
-            transaction.cursors.append(outlet.reader)
+            subscription = self._session.feeds.log(cursor.feed)
+            subscription.mark(cursor)
+            transaction.cursors.append(subscription.reader)
 
         def note(taken: list[Receipt]) -> Entry:
             places: list[int] = []

@@ -51,9 +51,9 @@ class _Held(weakref.ref[memoryview]):
 class Fanout:
     """Sends committed batches to subscribers."""
 
-    def __init__(self, settings: Settings, tally: Counters | None = None) -> None:
+    def __init__(self, settings: Settings, counters: Counters | None = None) -> None:
         self.settings = settings
-        self._tally = tally or Counters()
+        self._counters = counters or Counters()
         self._prefixes: set[bytes] = set()
         self._all = False
         self._wanted: dict[str, bool] = {}
@@ -127,7 +127,7 @@ class Fanout:
 
     def _send(self, batch: EventBatch) -> None:
         if not self._room():
-            self._tally.backpressure("fan-out")
+            self._counters.backpressure("fan-out")
             return
         encoded = memoryview(batch.encode())
         held = _Held(encoded, self._freed.append)  # called in a thread of pyzmq

@@ -465,7 +465,7 @@ class TcpLink(asyncio.BufferedProtocol):
         if outgoing.piled_bytes > ABORT_FACTOR * limit_bytes:
             self.abort(f"the client left {outgoing.pending_bytes()} bytes unread")
         elif self._outgoing_full != (outgoing.waiting_bytes > limit_bytes):
-            self._outgoing_full = not self._unread_full
+            self._outgoing_full = not self._outgoing_full
             self.hold(False)
 
     def _count_unread(self) -> None:
