@@ -1,8 +1,8 @@
-"""A request as it came over HTTP, made into a call: who sent it, its parameters, its body.
+"""HTTP requests and answers of the admin API as values.
 
-Errors over HTTP: one body for all of them, and the status that each code gets.
-
-Payloads, keys and other bytes in JSON: as what they mean where that can be shown, else as base64.
+A request: the caller's identity (`admit`), its parameters and its JSON body, all checked. An error: one
+body for all errors, and the status of each code. A payload, key or other bytes in an answer: decoded where
+JSON can show the value, base64 otherwise.
 """
 
 from __future__ import annotations
@@ -34,12 +34,49 @@ from penstock.wire.message import Fault
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-# -- admin_request --------------------------------------------------------------------------------
-
-
 MAX_BODY_BYTES = 1 << 20  # a thousand ids with room to spare; payloads are published elsewhere
 BODY_TIMEOUT_S = 10.0  # a client that sends half a body is not waited for
 _FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
+MAX_SHOWN_BYTES = 1 << 20  # of one payload: decoding more would hold up the broker's loop
+
+INTERNAL = 500
+
+STATUSES = {
+    "invalid": 400,
+    "invalid.too-large": 413,
+    "missing": 400,
+    "notfound": 404,
+    "delivery": 409,
+    "refused": 409,
+    "refused.confirmation": 428,
+    "rejected": 429,
+    "rejected.deferred": 503,
+    "rejected.disk-full": 507,
+    "rejected.retention-full": 507,
+    "rejected.disk-refused": 503,
+    "storage": 503,
+    "access.denied": 403,
+    "access.unauthenticated": 401,
+    "timeout": 408,
+    "closed": 503,
+}
+"""By code, or by its family; every other error is a 500."""
+
+MEANINGS = {
+    400: "The request breaks a written rule; the message names the field.",
+    401: "A token is missing, expired or not from here.",
+    403: "This identity may not do that.",
+    404: "No such name or id; what belongs to another tenant does not exist for you.",
+    408: "The body did not arrive in time.",
+    409: "Understood, and not allowed in the state that things are in.",
+    413: "The body is too large.",
+    428: "The confirmation word is missing; nothing was changed.",
+    429: "A limit was reached; Retry-After says when to try again.",
+    431: "Path and headers are too large.",
+    500: "A defect of the broker; its log has the trace.",
+    503: "Not now: starting, draining, too busy, or the storage failed.",
+    507: "The disk is full, or a write-once topic is at its size limit.",
+}
 
 
 def admit(surface: AdminContext, request: Request, role: str) -> Identity:
@@ -153,47 +190,7 @@ def _wrong(what: str, error: msgspec.ValidationError) -> InvalidInput:
     return InvalidInput(f"{what} cannot be taken: {where}{text}; nothing was done", field=field)
 
 
-# -- admin_fault ----------------------------------------------------------------------------------
-
-
-INTERNAL = 500
-
-STATUSES = {
-    "invalid": 400,
-    "invalid.too-large": 413,
-    "missing": 400,
-    "notfound": 404,
-    "delivery": 409,
-    "refused": 409,
-    "refused.confirmation": 428,
-    "rejected": 429,
-    "rejected.deferred": 503,
-    "rejected.disk-full": 507,
-    "rejected.retention-full": 507,
-    "rejected.disk-refused": 503,
-    "storage": 503,
-    "access.denied": 403,
-    "access.unauthenticated": 401,
-    "timeout": 408,
-    "closed": 503,
-}
-"""By code, or by its family; every other error is a 500."""
-
-MEANINGS = {
-    400: "The request breaks a written rule; the message names the field.",
-    401: "A token is missing, expired or not from here.",
-    403: "This identity may not do that.",
-    404: "No such name or id; what belongs to another tenant does not exist for you.",
-    408: "The body did not arrive in time.",
-    409: "Understood, and not allowed in the state that things are in.",
-    413: "The body is too large.",
-    428: "The confirmation word is missing; nothing was changed.",
-    429: "A limit was reached; Retry-After says when to try again.",
-    431: "Path and headers are too large.",
-    500: "A defect of the broker; its log has the trace.",
-    503: "Not now: starting, draining, too busy, or the storage failed.",
-    507: "The disk is full, or a write-once topic is at its size limit.",
-}
+# -- errors ------------------------------------------------------------------------------------------
 
 
 class Detail(msgspec.Struct, frozen=True):
@@ -239,10 +236,7 @@ def headers_for(fault: Fault) -> dict[str, str]:
     return headers
 
 
-# -- admin_payload --------------------------------------------------------------------------------
-
-
-MAX_SHOWN_BYTES = 1 << 20  # of one payload: decoding more would hold up the broker's loop
+# -- payloads ----------------------------------------------------------------------------------------
 
 
 class Base64(msgspec.Struct, frozen=True):

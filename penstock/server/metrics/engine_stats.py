@@ -1,9 +1,9 @@
-"""What metrics and /pressure read from a running engine: groups, quotas, retained bytes, saturation.
+"""Figures of a running engine for metrics, `/pressure` and the doctor: groups, quotas, sizes, problems.
 
-Everything here runs on the engine's loop and only looks. A look costs a step for each lease, run,
-lane or changed segment, never one for each event.
+Everything here runs on the engine's loop and only reads. Reading costs a step for each lease, run, lane
+or changed segment, never one for each event.
 
-Troubles: what is wrong with a broker that runs on, for its metrics and, when it changes, for its log.
+`troubles_of` names the problems of a broker that goes on running; `Troubles` logs when one begins or ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,14 @@ from penstock.log.event_log import EventLog
 from penstock.log.segment import Range, SegmentInfo
 from penstock.server.metrics.counters import OTHER, Labels
 
-# -- metrics_engine -------------------------------------------------------------------------------
+log = logging.getLogger("penstock.server")
+
+# How often `Troubles` looks for problems.
+LOOK_S = 0.5
+# The parts of the broker that can have a problem, as labels of `penstock_problem`.
+PARTS = ("writer", "housekeeping", "disk", "retention", "audit")
+# Full topics that a message names: enough to begin with.
+SHOWN_TOPICS = 5
 
 
 class GroupStats(msgspec.Struct):
@@ -50,7 +57,7 @@ class GroupStats(msgspec.Struct):
     """Events that retention deleted before the group had read them, since the broker started."""
 
 
-class Owed(NamedTuple):
+class Unsettled(NamedTuple):
     """What a queue group has begun and not settled."""
 
     events: int
@@ -58,20 +65,20 @@ class Owed(NamedTuple):
     """The lowest such offset in each partition."""
 
 
-def standings(engine: EmbeddedEngine) -> dict[str, GroupStats]:
+def group_stats(engine: EmbeddedEngine) -> dict[str, GroupStats]:
     """How every group is doing now."""
     now_us = engine.runtime.wall_us()
-    found = {name: _standing(engine, name, now_us) for name in engine.state.groups}
+    found = {name: _stats_of(engine, name, now_us) for name in engine.state.groups}
     for name, losses in engine.unread.lost.items():
         if name in found:
             found[name].lost = sum(losses.values())
     return found
 
 
-def _standing(engine: EmbeddedEngine, name: str, now_us: int) -> GroupStats:
+def _stats_of(engine: EmbeddedEngine, name: str, now_us: int) -> GroupStats:
     machine = engine.dispatcher.groups.get(name)
     if machine is not None:
-        return _queue_standing(engine.log, machine, now_us)
+        return _queue_stats(engine.log, machine, now_us)
     cursors = engine.state.groups[name].cursors
     lag, since_us = 0, None
     for place, cursor in cursors.items():
@@ -84,22 +91,22 @@ def _standing(engine: EmbeddedEngine, name: str, now_us: int) -> GroupStats:
     return GroupStats(lag, 0, age_s, age_s, len(readers), 0, 0, "log")
 
 
-def _queue_standing(log: EventLog, machine: QueueGroup, now_us: int) -> GroupStats:
-    owed = owed_by(machine)
-    lag = owed.events - sum(unreadable(log, machine).values())
+def _queue_stats(log: EventLog, machine: QueueGroup, now_us: int) -> GroupStats:
+    unsettled = unsettled_in(machine)
+    lag = unsettled.events - sum(unreadable(log, machine).values())
     waiting_us = oldest_us = None
     for place, lane in machine.lanes.items():
         if lane.cursor < lane.end:
             lag += lane.end - lane.cursor
             waiting_us = _earlier(waiting_us, appended_us(log, place, lane.cursor))
-    for place, offset in owed.lowest.items():
+    for place, offset in unsettled.lowest.items():
         oldest_us = _earlier(oldest_us, appended_us(log, place, offset))
     if waiting_us is not None:
         oldest_us = _earlier(oldest_us, waiting_us)
     members = machine.members.values()
     return GroupStats(
         lag,
-        owed.events,
+        unsettled.events,
         _age_s(oldest_us, now_us),
         _age_s(waiting_us, now_us),
         len(members),
@@ -108,7 +115,7 @@ def _queue_standing(log: EventLog, machine: QueueGroup, now_us: int) -> GroupSta
     )
 
 
-def owed_by(machine: QueueGroup) -> Owed:
+def unsettled_in(machine: QueueGroup) -> Unsettled:
     """Count what a machine has not settled by leases and runs, not by events."""
     events = 0
     lowest: dict[Place, int] = {}
@@ -120,7 +127,7 @@ def owed_by(machine: QueueGroup) -> Owed:
     for run in machine.waiting():
         events += run.count
         _lower(lowest, (run.lane.topic, run.lane.partition), run.start)
-    return Owed(events, lowest)
+    return Unsettled(events, lowest)
 
 
 def _lower(lowest: dict[Place, int], place: Place, offset: int) -> None:
@@ -242,16 +249,6 @@ class Retained:
             tenant = each.tenants[0] if len(each.tenants) == 1 else OTHER
             pair = self._labels.pair(tenant, each.topic)
             self.bytes[pair] = self.bytes.get(pair, 0) + sign * each.event_bytes
-
-
-# -- troubles -------------------------------------------------------------------------------------
-
-
-log = logging.getLogger("penstock.server")
-
-LOOK_S = 0.5
-PARTS = ("writer", "housekeeping", "disk", "retention", "audit")
-SHOWN_TOPICS = 5
 
 
 def troubles_of(engine: EmbeddedEngine) -> dict[str, str]:

@@ -18,7 +18,7 @@ import msgspec
 from penstock.engines.embedded.engine import EmbeddedEngine
 from penstock.model.errors import InvalidSettings, MissingExtra
 from penstock.server.metrics.counters import Counters, added, quantile_s
-from penstock.server.metrics.engine_stats import GroupStats, pending_bytes, saturation, standings
+from penstock.server.metrics.engine_stats import GroupStats, group_stats, pending_bytes, saturation
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -227,7 +227,7 @@ class PressureMonitor:
         self.tick()
         engine = self._engine
         now_s = engine.runtime.now()
-        groups = self._groups(standings(engine) if known is None else known)
+        groups = self._groups(group_stats(engine) if known is None else known)
         full = saturation(engine)
         full["connections"] = self._counters.connections / engine.settings.server.max_connections
         full["loop"] = self._loop_share(now_s)
