@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
 MAX_BODY_BYTES = 1 << 20  # a thousand ids with room to spare; payloads are published elsewhere
-BODY_TIMEOUT_S = 10.0  # a client that sends half a body is not waited for
+BODY_TIMEOUT_S = 10.0  # a request with half a body ends with an error after this
 _FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
 MAX_SHOWN_BYTES = 1 << 20  # of one payload: decoding more would hold up the broker's loop
 
@@ -60,7 +60,7 @@ STATUSES = {
     "timeout": 408,
     "closed": 503,
 }
-"""By code, or by its family; every other error is a 500."""
+"""HTTP status by error code, or by its family; every other error is a 500."""
 
 MEANINGS = {
     400: "The request breaks a written rule; the message names the field.",
@@ -80,7 +80,7 @@ MEANINGS = {
 
 
 def admit(surface: AdminContext, request: Request, role: str) -> Identity:
-    """Who sent a request, if it has the role; whoever is turned away stands in the log."""
+    """The identity of the caller, which must have the role; refused callers are logged."""
     try:
         identity = _identify(surface, request)
         require(identity, role)
@@ -93,7 +93,7 @@ def admit(surface: AdminContext, request: Request, role: str) -> Identity:
 
 
 def _identify(surface: AdminContext, request: Request) -> Identity:
-    """Who sent a request; raises NotAuthenticated."""
+    """The identity of the caller; raises NotAuthenticated."""
     here = request.client is not None and is_loopback(request.client.host)
     if here and not surface.authenticator.asks:
         _check_direct(request.headers)
@@ -110,14 +110,14 @@ def _token(headers: Mapping[str, str]) -> str:
 
 
 def _check_direct(headers: Mapping[str, str]) -> None:
-    """Trusting this host does not mean trusting whoever borrows its browser or its proxy.
+    """Refuse requests of this host that come from elsewhere through its browser or its proxy.
 
-    A page that resolves its own name to 127.0.0.1 still sends that name as the Host; a proxy says
-    that it forwards.
+    A page that resolves its own name to 127.0.0.1 still sends that name as the Host; a proxy adds a
+    header when it forwards.
     """
     try:
         host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
-    except ValueError:  # such as half an IPv6 address: nobody's name
+    except ValueError:  # such as half an IPv6 address, which names no host
         host = ""
     if not is_loopback(host) or any(name in headers for name in _FORWARDED):
         raise NotAuthenticated(
@@ -128,7 +128,7 @@ def _check_direct(headers: Mapping[str, str]) -> None:
 
 
 def parameters(request: Request, kind: type[msgspec.Struct] | None) -> Any:
-    """What stands behind the question mark, checked."""
+    """The query parameters, checked."""
     pairs = request.query_params.multi_items()
     found = dict(pairs)
     if len(found) != len(pairs):
@@ -183,7 +183,7 @@ async def _read(request: Request) -> bytes:
 
 
 def _wrong(what: str, error: msgspec.ValidationError) -> InvalidInput:
-    """The message of msgspec names the field: keep it, and name it apart."""
+    """An InvalidInput with msgspec's message, and the field that it names as data."""
     text, _, place = str(error).partition(" - at `$.")
     field = place.rstrip("`") if place else text.rpartition(" `")[2].rstrip("`")
     where = f"{field}: " if place else ""
@@ -222,7 +222,7 @@ def problem(fault: Fault) -> Problem:
 
 
 def headers_for(fault: Fault) -> dict[str, str]:
-    """What a client should know before it reads the body.
+    """The headers that go with an error.
 
     >>> headers_for(Fault("rejected.throttled", "", {"retry_after_s": 0.2}))
     {'Retry-After': '1'}
@@ -246,7 +246,7 @@ class Base64(msgspec.Struct, frozen=True):
 
 
 def text_or_base64(data: bytes) -> str | Base64:
-    """Bytes as text where they are text.
+    """Bytes as text where they are valid UTF-8, else as base64.
 
     >>> text_or_base64(b"text"), text_or_base64(b"\\xff")
     ('text', Base64(base64='/w=='))
@@ -280,12 +280,12 @@ def payload_fields(payload: bytes, codec: str) -> dict[str, Any]:
         if codec == "raw":
             return {"value": payload.decode()}
     except (ValueError, TypeError, RecursionError):
-        pass  # not what its codec says: the bytes themselves are the truth
+        pass  # the payload does not match its codec: show the bytes themselves
     return {"base64": encoded(payload)}
 
 
 def _plain(value: Any) -> Any:
-    """What msgpack knows and JSON does not, in JSON."""
+    """A msgpack value with JSON replacements for the types that JSON lacks."""
     if isinstance(value, bytes):
         return text_or_base64(value)
     if isinstance(value, dict):

@@ -37,28 +37,28 @@ SHOWN_TOPICS = 5
 
 
 class GroupStats(msgspec.Struct):
-    """How one group is doing. Ages are in seconds since an event was appended."""
+    """The state of one group. Ages are in seconds since an event was appended."""
 
     lag: int
-    """Events it has still to settle: waiting, handed out or between two attempts."""
+    """Unsettled events: waiting, handed out or between two attempts."""
     outstanding: int
     """Those of them that were handed out or wait for another attempt."""
     oldest_s: float
-    """Age of the oldest one that is not settled: the queue's age."""
+    """Age of the oldest unsettled event: the queue's age."""
     waiting_s: float
-    """Age of the oldest one that was never handed out: what more consumers would help."""
+    """Age of the oldest event that was never handed out: more consumers would reduce it."""
     members: int
     held: int
     """Events in the hands of members now."""
     credit: int
-    """Events the members offered to hold."""
+    """Events that the members offered to hold."""
     mode: str = "queue"
     lost: int = 0
     """Events that retention deleted before the group had read them, since the broker started."""
 
 
 class Unsettled(NamedTuple):
-    """What a queue group has begun and not settled."""
+    """The events that a queue group has handed out and not settled."""
 
     events: int
     lowest: dict[Place, int]
@@ -66,7 +66,7 @@ class Unsettled(NamedTuple):
 
 
 def group_stats(engine: EmbeddedEngine) -> dict[str, GroupStats]:
-    """How every group is doing now."""
+    """The state of every group, by name."""
     now_us = engine.runtime.wall_us()
     found = {name: _stats_of(engine, name, now_us) for name in engine.state.groups}
     for name, losses in engine.unread.lost.items():
@@ -116,7 +116,7 @@ def _queue_stats(log: EventLog, machine: QueueGroup, now_us: int) -> GroupStats:
 
 
 def unsettled_in(machine: QueueGroup) -> Unsettled:
-    """Count what a machine has not settled by leases and runs, not by events."""
+    """Count a machine's unsettled events, in steps of leases and runs, not of events."""
     events = 0
     lowest: dict[Place, int] = {}
     for lease in machine.leases.values():
@@ -137,15 +137,15 @@ def _lower(lowest: dict[Place, int], place: Place, offset: int) -> None:
 
 
 def appended_us(log: EventLog, place: Place, offset: int) -> int:
-    """When an event was appended: as recorded in the journal, in a sealed segment as estimated.
+    """When an event was appended: recorded in the journal, estimated in a sealed segment.
 
-    A segment says when its first and last events came; those between are taken as evenly spread.
+    A segment records the times of its first and last events; the estimate spreads the others evenly.
     """
     part = log.partition(*place)
     if part.bases and offset >= part.bases[0]:
         return part.times[bisect_right(part.bases, offset) - 1]
     found = log.manifest.find(*place, offset)
-    if found is None:  # retention took it: what is left begins here
+    if found is None:  # retention deleted it: the remaining events begin here
         return part.times[0] if part.bases else part.last_time_us
     stretch = found[1]
     share = max(0, offset - stretch.first_offset) / stretch.rows
@@ -173,7 +173,7 @@ def quotas(engine: EmbeddedEngine) -> Iterator[Quota]:
     admission, now_s = engine.admission, engine.runtime.now()
     windows = engine.dispatcher.windows.by_tenant
     for name in {**admission._tenants, **windows}:
-        tenant = admission._tenant(name)  # new here is who only consumes
+        tenant = admission._tenant(name)  # makes it for a tenant that only consumes
         limits = tenant.limits
         stored = tenant.stored_bytes + tenant.ingress_bytes
         held = windows[name].held if name in windows else 0
@@ -196,7 +196,7 @@ def quotas(engine: EmbeddedEngine) -> Iterator[Quota]:
 
 
 def _spent(bucket: Bucket, now_s: float) -> float:
-    """The share of a bucket that is used up, after what it has earned meanwhile."""
+    """The share of a bucket that is used up, counting the tokens earned meanwhile."""
     bucket.wait_s(0, now_s)
     return _ratio(bucket.capacity - bucket._tokens, bucket.capacity)
 
@@ -207,7 +207,7 @@ def _ratio(used: float, allowed: float) -> float:
 
 
 def saturation(engine: EmbeddedEngine) -> dict[str, float]:
-    """How full each part of the engine is: 1 is at its limit, 0 also where there is none."""
+    """How full each part of the engine is: 1 at its limit, 0 where it has no limit."""
     ingress = engine.admission.limits.max_global_ingress
     return {
         "ingress": 0.0 if ingress is None else _ratio(engine.admission._ingress, ingress),
@@ -218,7 +218,7 @@ def saturation(engine: EmbeddedEngine) -> dict[str, float]:
 
 
 def disk_full(engine: EmbeddedEngine) -> bool:
-    """Whether publishes are refused for want of room on the disk."""
+    """Whether publishes are refused because the disk is full."""
     return engine.commits._full is not None
 
 
@@ -228,7 +228,7 @@ def pending_bytes(engine: EmbeddedEngine) -> int:
 
 
 class Retained:
-    """Sealed bytes by tenant and topic, kept up to date from the segments that came and went."""
+    """Sealed bytes by tenant and topic, updated from the segments that were added and deleted."""
 
     def __init__(self, labels: Labels) -> None:
         self.bytes: dict[tuple[str, str], int] = {}
@@ -236,7 +236,7 @@ class Retained:
         self._seen: dict[int, SegmentInfo] = {}
 
     def update(self, segments: Iterable[SegmentInfo]) -> None:
-        """Look at the live segments again; only those that are new or gone cost anything."""
+        """Compare with the live segments; only new and deleted ones cost anything."""
         live = {info.id: info for info in segments}
         for gone in self._seen.keys() - live.keys():
             self._count(self._seen[gone].ranges, -1)
@@ -252,7 +252,7 @@ class Retained:
 
 
 def troubles_of(engine: EmbeddedEngine) -> dict[str, str]:
-    """What is wrong, by the part of the broker it is wrong with."""
+    """The current problems, by the part of the broker."""
     found: dict[str, str] = {}
     if engine.commits.failed is not None:
         found["writer"] = engine.commits.failed.message
@@ -268,7 +268,7 @@ def troubles_of(engine: EmbeddedEngine) -> dict[str, str]:
 
 
 def _full_topics(engine: EmbeddedEngine) -> str:
-    """Which write-once topics take no publishes, and which limit that is; empty for none."""
+    """The write-once topics that accept no publishes, and the limit that they reached; "" for none."""
     keeper = engine.maintenance
     if keeper.shortage_bytes:
         return (
@@ -281,7 +281,7 @@ def _full_topics(engine: EmbeddedEngine) -> str:
 
 
 class Troubles:
-    """Says once that something is wrong, and once that it is over.
+    """Logs each problem once when it begins, and once when it ends.
 
     >>> troubles = Troubles()
     >>> troubles.report({"disk": "it is full"}), troubles.report({"disk": "it is full"})
@@ -294,13 +294,13 @@ class Troubles:
         self._known: set[str] = set()
 
     async def watch(self, engine: EmbeddedEngine) -> None:
-        """Look again and again, for as long as it is not cancelled."""
+        """Look for problems until it is cancelled."""
         while True:
             self.report(troubles_of(engine))
             await asyncio.sleep(LOOK_S)
 
     def report(self, now: Mapping[str, str]) -> list[str]:
-        """Log what began and what ended since the last time; returns the parts it was about."""
+        """Log problems that began or ended since the last call; returns their parts."""
         began, ended = sorted(now.keys() - self._known), sorted(self._known - now.keys())
         for part in began:
             log.warning("trouble", extra={"part": part, "problem": now[part]})
