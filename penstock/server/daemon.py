@@ -97,12 +97,12 @@ class Daemon:
         metrics = Metrics(
             self.engine, self.counters, gauge, self.broker.fastpath, self.broker.client_bytes
         )
-        surface = AdminContext(
+        context = AdminContext(
             self.engine, self.settings, self.authenticator,
             obstacles=self.obstacles,
             ask=self.broker.ask,
         )  # fmt: skip
-        app = build_app(surface, [*metrics_routes(metrics.collect), *pressure_routes(gauge.read)])
+        app = build_app(context, [*metrics_routes(metrics.collect), *pressure_routes(gauge.read)])
         host, port = parse_address(listen, "server.http")
         server = self.settings.server
         self._http = HttpServer(

@@ -53,7 +53,7 @@ from penstock.model.topic import tenant_of
 from penstock.server.client_bytes import EXPANDED, Account
 from penstock.server.fastpath import FastPath
 from penstock.server.metrics.counters import Counters, duplicates_in
-from penstock.server.validation import check_transaction_key, inbound, owner
+from penstock.server.validation import check_transaction_key, owner, to_draft
 from penstock.wire import message as say
 from penstock.wire.frame import MAX_PARTS, Bytes, Frame, Kind
 from penstock.wire.message import DraftMeta, Fault, decode, encode, to_fault
@@ -279,7 +279,7 @@ class PublishHandler:
         large: bool,
     ) -> Draft:
         """Check a draft, and compress it unless its payload goes to a side file."""
-        draft = inbound(meta, parts, identity, limits)
+        draft = to_draft(meta, parts, identity, limits)
         delayed = draft.deliver_at_us is not None
         if large and draft.batch is None and not delayed:
             draft.batch = draft.build()  # small lists stay lists, and share a batch with others

@@ -35,7 +35,7 @@ from penstock.model.errors import (
 )
 from penstock.model.event import Identity
 from penstock.model.settings import Delivery
-from penstock.server.validation import check_subscribe, wanted_by
+from penstock.server.validation import check_subscribe, to_engine
 from penstock.wire import message as say
 from penstock.wire.frame import Frame, Kind
 from penstock.wire.message import (
@@ -405,7 +405,7 @@ class Subscriptions(dict[int, QueueSubscription | LogSubscription]):
         taken = {*self, *self._opening}
         if request.feed in taken or request.feed == DIRECT_FEED or len(taken) >= MAX_FEEDS:
             raise InvalidInput(f"feed {request.feed} is open already, or {MAX_FEEDS} are")
-        wanted = wanted_by(request, self._session.identity)
+        wanted = to_engine(request, self._session.identity)
         self._session.may_read(request.spec.patterns)
         self.ended.pop(request.feed, None)
         opening = self._opening[request.feed] = asyncio.get_running_loop().create_future()

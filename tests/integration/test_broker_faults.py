@@ -1094,7 +1094,7 @@ async def test_a_batch_over_the_rate_is_refused_on_the_loop_before_it_is_decoded
         monkeypatch.setattr(where, name, call)
 
     watched(metered.engine.admission, "peek", asked)
-    watched(storing, "inbound", decoded)
+    watched(storing, "to_draft", decoded)
     batch = [random.randbytes(4_096)] * RATE_PER_S
     await eager.publish_many(METERED, batch)
     assert len(decoded) == 1

@@ -66,7 +66,7 @@ class Threads:
 def threads(monkeypatch: pytest.MonkeyPatch) -> Threads:
     """Notes which thread checks, and which one compresses."""
     found = Threads()
-    inbound, compress = storing.inbound, Batcher.compress
+    inbound, compress = storing.to_draft, Batcher.compress
 
     def checked(*args: Any) -> Any:
         found.checked.append(threading.get_ident())
@@ -77,7 +77,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Threads:
             found.compressed.append(threading.get_ident())
         compress(layout, batch)
 
-    monkeypatch.setattr(storing, "inbound", checked)
+    monkeypatch.setattr(storing, "to_draft", checked)
     monkeypatch.setattr(Batcher, "compress", compressed)
     return found
 

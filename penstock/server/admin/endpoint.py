@@ -61,7 +61,7 @@ class AdminContext:
 class Call:
     """One request to an endpoint, checked: who asks, and the fields it gave."""
 
-    surface: AdminContext
+    context: AdminContext
     gate: Authorizer
     identity: Identity
     path: Mapping[str, str]
@@ -75,7 +75,7 @@ class Call:
     @property
     def now_us(self) -> int:
         """The broker's wall clock, in microseconds since 1970 UTC."""
-        return self.surface.engine.runtime.wall_us()
+        return self.context.engine.runtime.wall_us()
 
     def moment_us(self, name: str, text: str | None) -> int | None:
         """A time as the API takes it: ISO 8601, "@1767225600", or how long ago ("2h")."""

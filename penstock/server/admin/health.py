@@ -31,7 +31,7 @@ async def health(call: Call) -> Health:
 
 async def readiness(call: Call) -> Any:
     """For load balancers and rolling restarts."""
-    reasons = call.surface.obstacles()
+    reasons = call.context.obstacles()
     return Answered(UNAVAILABLE, Readiness(False, reasons)) if reasons else Readiness(True)
 
 

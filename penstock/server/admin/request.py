@@ -79,25 +79,25 @@ MEANINGS = {
 }
 
 
-def admit(surface: AdminContext, request: Request, role: str) -> Identity:
+def admit(context: AdminContext, request: Request, role: str) -> Identity:
     """The identity of the caller, which must have the role; refused callers are logged."""
     try:
-        identity = _identify(surface, request)
+        identity = _identify(context, request)
         require(identity, role)
     except AccessDenied as error:
         client = request.client
         peer = "?" if client is None else f"{client.host}:{client.port}"
-        surface.refusals.warning("client refused", peer=peer, reason=error.message)
+        context.refusals.warning("client refused", peer=peer, reason=error.message)
         raise
     return identity
 
 
-def _identify(surface: AdminContext, request: Request) -> Identity:
+def _identify(context: AdminContext, request: Request) -> Identity:
     """The identity of the caller; raises NotAuthenticated."""
     here = request.client is not None and is_loopback(request.client.host)
-    if here and not surface.authenticator.asks:
+    if here and not context.authenticator.asks:
         _check_direct(request.headers)
-    return surface.authenticator.identify(_token(request.headers), "", "", loopback=here)
+    return context.authenticator.identify(_token(request.headers), "", "", loopback=here)
 
 
 def _token(headers: Mapping[str, str]) -> str:

@@ -75,7 +75,7 @@ async def put(call: Call) -> ScheduleView:
     if (body.value is UNSET) == (body.base64 is None):
         raise InvalidInput("give value or base64, one of them", field="value")
     if body.base64 is None:
-        codec = body.codec or call.surface.settings.media.codec
+        codec = body.codec or call.context.settings.media.codec
         payload = codecs.get(codec).encode(body.value)
     else:
         codec, payload = body.codec or "raw", body.base64
