@@ -54,7 +54,7 @@ _BOUND_TEXTS = [*map(str, BOUNDS_S), "+Inf"]
 
 
 class Metrics:
-    """Reads an open engine, the counters and the pressure; `collect` is what a scrape needs."""
+    """Reads an open engine, the counters and the pressure; `collect` gives the numbers of a scrape."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Metrics:
         self._fastpath = fastpath
         self._engine = engine
         self._counters = counters
-        self._gauge = gauge
+        self._monitor = gauge
         self._retained = Retained(counters.labels)
         engine.dead_letter_store.buried = counters.dead_letter
         engine.dead_letter_store.revived = counters.dead_letter_replayed
@@ -87,7 +87,7 @@ class Metrics:
             self._groups(known),
             self._clients(),
             self._storage(),
-            _pressure(self._gauge.read(known)),
+            _pressure(self._monitor.read(known)),
         ):
             for name, labels, value in part:
                 samples[name].append((labels, value))
@@ -223,7 +223,7 @@ def _copied(histograms: dict[str, Histogram]) -> dict[str, tuple[list[int], floa
 
 
 class Scrape:
-    """The numbers of one moment, for a registry to write out, in whatever thread it does that."""
+    """The numbers of one moment; a registry writes them out in any thread."""
 
     def __init__(
         self,
@@ -262,7 +262,7 @@ def _prometheus() -> Any:
 
 
 def metrics_routes(collect: Callable[[], Scrape]) -> list[Route]:
-    """`GET /metrics` for an application of Starlette's; `collect` is `Metrics.collect`."""
+    """`GET /metrics` for a Starlette application; `collect` is `Metrics.collect`."""
     prometheus = _prometheus()
     try:
         from starlette.responses import Response as Answer
@@ -276,7 +276,7 @@ def metrics_routes(collect: Callable[[], Scrape]) -> list[Route]:
     async def answer(request: Request) -> Response:
         """Metrics, in the text format of Prometheus or OpenMetrics."""
         encoder, kind = prometheus.exposition.choose_encoder(request.headers.get("accept", ""))
-        async with one_at_a_time:  # however many ask: the loop pays for one scrape at a time
+        async with one_at_a_time:  # with many callers, the loop still does one scrape at a time
             registry = prometheus.CollectorRegistry(auto_describe=False)
             prometheus.ProcessCollector(registry=registry)
             registry.register(collect())
