@@ -196,7 +196,7 @@ class PublishHandler:
             if not drafts:
                 continue
             await place.turn()
-            leave = place.leave if numbers is helpings[-1] else _nothing
+            leave = place.leave if numbers is helpings[-1] else _keep_place
             patience_s = self._courtesy.company_s() if patient and self._ahead(request) else 0.0
             await self._store(drafts, request.sequence, leave, found, patience_s)
         if patient:
@@ -454,7 +454,7 @@ async def _pause(number: int, meta: say.DraftMeta) -> None:
         await asyncio.sleep(0)
 
 
-def _nothing() -> None:
+def _keep_place() -> None:
     """For a chunk with more of the frame behind it: the publish keeps its turn."""
 
 

@@ -16,9 +16,9 @@ from penstock.model.settings import Settings
 from penstock.server.metrics.engine_stats import disk_full
 
 # Sockets that are still shaking hands.
-STRANGERS = 256
+UNWELCOMED = 256
 # Open files of the broker itself: 512 HTTP connections, 64 open segments, journal, listeners, libraries.
-OWN = 1_024 - STRANGERS
+OWN = 1_024 - UNWELCOMED
 # The least of these that it needs to work: clients may have the rest.
 LEAST_OWN = 128
 
@@ -39,7 +39,7 @@ def obstacles(engine: EmbeddedEngine, *, clients: int, most_clients: int, room: 
 
 def wanted(settings: Settings) -> int:
     """Open files that a broker needs when all its clients are connected."""
-    return settings.server.max_connections + STRANGERS + OWN
+    return settings.server.max_connections + UNWELCOMED + OWN
 
 
 def raise_limit(settings: Settings) -> None:
@@ -70,10 +70,10 @@ def within_limit(settings: Settings) -> tuple[Settings, int]:
     return msgspec.structs.replace(settings, server=server), room
 
 
-def most_sockets(clients: int, strangers: int = STRANGERS) -> int:
+def most_sockets(clients: int, unwelcomed: int = UNWELCOMED) -> int:
     """How many sockets a listener may have open: clients and handshakes, but never the last open files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(1, min(clients + strangers, room_for_clients(soft)))
+    return max(1, min(clients + unwelcomed, room_for_clients(soft)))
 
 
 def none_left() -> bool:

@@ -90,7 +90,7 @@ def test_old_commands() -> None:
     "words",
     [
         f"{tcp_link.HANDSHAKE_S:.0f} seconds from connecting",
-        f"no body may be over {tcp_link.STRANGER_FRAME_BYTES >> 20} MiB",
+        f"no body may be over {tcp_link.UNWELCOMED_FRAME_BYTES >> 20} MiB",
         f"more than {link.UNANSWERED_BYTES >> 20} MiB of a client's requests",
         f"at most {negotiation.MAX_NEGOTIATION_BYTES >> 10} KiB",
         f"0 to {frame.MAX_PARTS:,} byte strings",

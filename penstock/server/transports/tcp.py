@@ -32,7 +32,7 @@ from penstock.server.fastpath import (
 )
 from penstock.server.logs import LogQuota
 from penstock.server.publish import Courtesy
-from penstock.server.readiness import STRANGERS, most_sockets
+from penstock.server.readiness import UNWELCOMED, most_sockets
 from penstock.server.transports.legacy import OldClient
 from penstock.server.transports.link import UNANSWERED_BYTES, Connection, Connections, peer_of
 from penstock.server.transports.tls import TlsListener, server_tls
@@ -60,7 +60,7 @@ HELLO, WELCOME = int(Kind.HELLO), int(Kind.WELCOME)  # compared with each frame;
 # From connecting to the Welcome: a client that sends nothing costs a socket for this long.
 HANDSHAKE_S = 10.0
 # Largest frame of a client before its Welcome: room for a Hello that resumes a large session.
-STRANGER_FRAME_BYTES = 1 << 20
+UNWELCOMED_FRAME_BYTES = 1 << 20
 # Unread bytes of a client, as a multiple of server.send_buffer_bytes, at which it is cut off.
 ABORT_FACTOR = 4
 # After a request of this size the limits of reading are checked; smaller requests are checked with them.
@@ -76,7 +76,7 @@ LINGER_BYTES = 4 << 20
 # Connections that the operating system accepts before the broker does.
 BACKLOG = 512
 # Connections without a Welcome, beyond server.max_connections.
-MAX_STRANGERS = STRANGERS
+MAX_UNWELCOMED = UNWELCOMED
 # How often `stop` looks whether all connections have ended.
 LOOK_AGAIN_S = 0.01
 
@@ -101,7 +101,7 @@ class TcpServer:
         self.scratch = bytearray(SCRATCH_BYTES)
         self.refusals = LogQuota(log)
         self._server: asyncio.Server | TlsListener | None = None
-        self._most = most_sockets(settings.server.max_connections, MAX_STRANGERS)
+        self._most = most_sockets(settings.server.max_connections, MAX_UNWELCOMED)
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port, which port 0 leaves to the operating system."""
@@ -178,7 +178,7 @@ class TcpLink(asyncio.BufferedProtocol):
         self._server = server
         self._settings = server.settings.server
         self._largest_bytes = min(self._settings.max_frame_bytes, server.client_bytes.largest)
-        limit_bytes = min(STRANGER_FRAME_BYTES, self._largest_bytes)
+        limit_bytes = min(UNWELCOMED_FRAME_BYTES, self._largest_bytes)
         self._reader = StreamReader(limit_bytes, server.scratch, large_room)
         self._connection: Connection | None = None
         self._old_client: OldClient | None = None

@@ -24,7 +24,7 @@ from penstock.server.client_bytes import LIMIT, REQUESTS, UNREAD, ClientBytes, l
 from penstock.server.logs import LogQuota
 from penstock.server.transports.curve import CurveAuthenticator
 from penstock.server.transports.link import UNANSWERED_BYTES, Connections
-from penstock.server.transports.zeromq_peers import STRANGER_BYTES, Peer, Peers
+from penstock.server.transports.zeromq_peers import UNWELCOMED_BYTES, Peer, Peers
 from penstock.transport.zeromq import (
     COPY_BELOW_BYTES,
     NOBLOCK,
@@ -179,7 +179,7 @@ class ZmqServer:
             if link is None or (link.leaving and frame.kind == Kind.HELLO):
                 link = self._admit(identity, frame.request, part)
             self._count(link.source, message)
-            self._check_stranger(link.source)
+            self._check_unwelcomed(link.source)
         except PenstockError as error:
             self._refuse_message(identity, message, part, error)
             return
@@ -198,11 +198,11 @@ class ZmqServer:
         source.taken_bytes += sum(map(len, message)) + self._part_bytes * len(message)
 
     @staticmethod
-    def _check_stranger(source: Peer) -> None:
-        if source.stranger and source.taken_bytes > STRANGER_BYTES:
+    def _check_unwelcomed(source: Peer) -> None:
+        if source.unwelcomed and source.taken_bytes > UNWELCOMED_BYTES:
             source.violations = MAX_VIOLATIONS
             raise ProtocolViolation(
-                f"more than {STRANGER_BYTES} bytes before the broker's welcome; wait for it"
+                f"more than {UNWELCOMED_BYTES} bytes before the broker's welcome; wait for it"
             )
 
     def _refuse_message(
@@ -332,7 +332,7 @@ class RouterLink:
             size = self._unanswered.pop(frame.request)
             self._unanswered_bytes -= size
             self._account.add(REQUESTS, -size)
-        if frame.kind == Kind.WELCOME and self.source.stranger:
+        if frame.kind == Kind.WELCOME and self.source.unwelcomed:
             self._server.peers.welcome(self.source)
         self._outbox.put(frame.multipart())
         self._count_unread()

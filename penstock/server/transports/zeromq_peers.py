@@ -3,7 +3,7 @@
 libzmq neither lists its clients nor disconnects one; it checks the size of parts but not of messages, and
 holds a message back until it is complete. `Peers` adds all of that through the socket's monitor and the
 connections' descriptors: it ends connections that send no Hello in time, or a message without end.
-A stranger is a connection before its Welcome.
+A peer is unwelcomed until it has the Welcome of the broker.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import struct
 from collections.abc import Callable
 
 from penstock.server.logs import LogQuota
-from penstock.server.readiness import STRANGERS, most_sockets
+from penstock.server.readiness import UNWELCOMED, most_sockets
 from penstock.transport.zeromq import Context, Monitor, Socket, zmq
 
 log = logging.getLogger("penstock.server.zmq")
 
 # From connecting to the Welcome; until then a peer costs a descriptor and a little memory.
-STRANGER_S = 10.0
+UNWELCOMED_S = 10.0
 # Bytes that a peer may send until then: room for a Hello that resumes a large session.
-STRANGER_BYTES = 1 << 20
+UNWELCOMED_BYTES = 1 << 20
 # Connections without a Welcome, beyond server.max_connections.
-MAX_STRANGERS = STRANGERS
-# How often strangers are checked, while there are any: a flood grows no longer than this.
-STRANGER_LOOK_S = 0.1
+MAX_UNWELCOMED = UNWELCOMED
+# How often unwelcomed peers are checked, while there are any: a flood grows no longer than this.
+UNWELCOMED_LOOK_S = 0.1
 # How often other peers are checked.
 LOOK_S = 1.0
 # Bytes that libzmq may have read of one peer beyond the frame that is arriving, while the broker does not
@@ -54,14 +54,14 @@ class Peer:
 
     __slots__ = (
         "acked_bytes", "ahead_bytes", "base_bytes", "ending", "fd", "messages", "name", "seen",
-        "since_s", "stranger", "taken_bytes", "violations",
+        "since_s", "taken_bytes", "unwelcomed", "violations",
     )  # fmt: skip
 
     def __init__(self, fd: int, name: str, since_s: float) -> None:
         self.fd = fd
         self.name = name
         self.since_s = since_s
-        self.stranger = True
+        self.unwelcomed = True
         self.messages = 0
         """Complete messages read from it."""
         self.violations = 0
@@ -88,12 +88,12 @@ class Peers:
     ) -> None:
         """Without `max_frame_bytes` peers need no Hello, and are not checked."""
         self._loop = asyncio.get_running_loop()
-        self._max_peers = most_sockets(max_connections, MAX_STRANGERS)
+        self._max_peers = most_sockets(max_connections, MAX_UNWELCOMED)
         self._max_message_bytes = max_frame_bytes
         self._on_gone = on_gone
         self._refusals = LogQuota(log)
         self._peers: dict[int, Peer] = {}
-        self._strangers: dict[int, Peer] = {}
+        self._unwelcomed: dict[int, Peer] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._looked_s = self._ahead_looked_s = self._loop.time()
         self._caught_up = True
@@ -109,8 +109,8 @@ class Peers:
 
     def welcome(self, peer: Peer) -> None:
         """The peer has its Welcome: it may be slow, and send large frames."""
-        peer.stranger = False
-        self._strangers.pop(peer.fd, None)
+        peer.unwelcomed = False
+        self._unwelcomed.pop(peer.fd, None)
 
     def cut(self, peer: Peer, reason: str, *, gently: bool = False) -> None:
         """End a connection now; `gently` lets bytes arrive that the operating system has taken."""
@@ -178,7 +178,7 @@ class Peers:
             self._timer.cancel()
             self._timer = None
         self._peers.clear()
-        self._strangers.clear()
+        self._unwelcomed.clear()
         self._monitor.close()
 
     # -- events of the monitor -------------------------------------------------------------------
@@ -187,7 +187,7 @@ class Peers:
         if event == zmq.EVENT_ACCEPTED:
             self._accepted(value)
         elif event == zmq.EVENT_DISCONNECTED:
-            self._strangers.pop(value, None)
+            self._unwelcomed.pop(value, None)
             if self._peers.pop(value, None) is not None:
                 self._on_gone(value)
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
@@ -202,13 +202,13 @@ class Peers:
         except OSError:  # it is gone already; an event of the monitor follows
             name = "?"
         peer = Peer(fd, name, self._loop.time())
-        alone = not self._strangers
+        alone = not self._unwelcomed
         self._peers[fd] = peer
         if self._max_message_bytes is not None:
-            self._strangers[fd] = peer
+            self._unwelcomed[fd] = peer
         if len(self._peers) > self._max_peers:
             self._loop.call_soon(self.cut, peer, "too many connections")
-        if alone and self._strangers:
+        if alone and self._unwelcomed:
             self._schedule_check()
 
     # -- checks --------------------------------------------------------------------------------------
@@ -216,11 +216,11 @@ class Peers:
     def _check_peers(self) -> None:
         self._monitor.drain()
         now_s = self._loop.time()
-        for peer in list(self._strangers.values()):
-            if now_s - peer.since_s > STRANGER_S:
-                self.cut(peer, f"not welcomed within {STRANGER_S:g} s")
-            elif _traffic(peer.fd)[1] > STRANGER_BYTES:
-                self.cut(peer, f"more than {STRANGER_BYTES} bytes before it was welcomed")
+        for peer in list(self._unwelcomed.values()):
+            if now_s - peer.since_s > UNWELCOMED_S:
+                self.cut(peer, f"not welcomed within {UNWELCOMED_S:g} s")
+            elif _traffic(peer.fd)[1] > UNWELCOMED_BYTES:
+                self.cut(peer, f"more than {UNWELCOMED_BYTES} bytes before it was welcomed")
         if now_s - self._looked_s >= LOOK_S:
             self._looked_s = now_s
             for peer in list(self._peers.values()):
@@ -230,13 +230,13 @@ class Peers:
     def _schedule_check(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        pause_s = STRANGER_LOOK_S if self._strangers else LOOK_S
+        pause_s = UNWELCOMED_LOOK_S if self._unwelcomed else LOOK_S
         self._timer = self._loop.call_later(pause_s, self._check_peers) if self._peers else None
 
     def _check_progress(self, peer: Peer) -> None:
         """End a connection whose message grows without end: bytes arrive, but no message completes."""
         limit = self._max_message_bytes
-        if limit is None or peer.stranger:  # strangers are checked more closely
+        if limit is None or peer.unwelcomed:  # unwelcomed peers have closer limits
             return
         if peer.messages != peer.seen:
             peer.seen = peer.messages
