@@ -619,7 +619,7 @@ class Courtesy:
         return COMPANY_S if soon else 0.0
 
     def end(self) -> None:
-        """That publish is answered."""
+        """The publish of `begin` is answered."""
         self._under_way -= 1
         self._call_next()
 

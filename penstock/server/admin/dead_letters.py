@@ -100,7 +100,7 @@ class Quarantine(Body, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """What became of one record."""
+    """The result for one record."""
 
     id: str
     result: Done | Literal["failed"]
@@ -117,7 +117,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What became of each record, and the counts."""
+    """The result for each record, and the counts."""
 
     requested: int
     done: int

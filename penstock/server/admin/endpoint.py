@@ -50,11 +50,11 @@ class AdminContext:
     settings: Settings
     authenticator: Authenticator
     obstacles: Callable[[], list[str]]
-    """What keeps clients from publishing: starting and draining, a full disk, no open files."""
+    """The reasons why clients cannot publish: starting and draining, a full disk, no open files."""
     ask: Answer | None = None
     """The broker's own way to ask the engine, where there is one."""
     refusals: LogQuota = field(default_factory=lambda: LogQuota(log))
-    """Says who was turned away; its own, so that guesses over HTTP hide none over the wire."""
+    """Logs refused callers; separate, so that many refusals over HTTP hide none of other transports."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ DryRun = Annotated[bool, Meta(description="Change nothing; answer what would hap
 
 
 class Deleting(Query, frozen=True):
-    """What it takes to delete something."""
+    """The parameters of a deletion."""
 
     confirm: Confirm = ""
     dry_run: DryRun = False
@@ -148,7 +148,7 @@ class Deleting(Query, frozen=True):
 
 
 class Deleted(msgspec.Struct, frozen=True):
-    """What is gone, or would be."""
+    """The thing that was deleted, or would be."""
 
     deleted: str | None
     """Its name; null after a dry run."""

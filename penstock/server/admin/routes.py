@@ -65,7 +65,7 @@ class ResolveQuery(Query, frozen=True):
 
 
 class RouteDone(msgspec.Struct, frozen=True):
-    """What was done to a route."""
+    """The change that was made to a route."""
 
     done: str
     pattern: str

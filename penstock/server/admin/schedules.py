@@ -30,7 +30,7 @@ PATH = "/api/admin/schedules"
 
 
 class SchedulePut(Body, frozen=True):
-    """What to publish again and again, and when: give `cron` or `every`, `value` or `base64`."""
+    """The event to publish again and again, and when: give `cron` or `every`, `value` or `base64`."""
 
     topic: Text
     cron: Annotated[str | None, Meta(description="In UTC, such as 0 9 * * 1-5.")] = None

@@ -60,7 +60,7 @@ class TopicPut(Body, frozen=True):
 
 
 class TopicPatch(Body, frozen=True):
-    """What to change; what is left out stays as it is. Partitions can only be added."""
+    """The fields to change; fields left out stay as they are. Partitions can only be added."""
 
     partitions: Partitions | None = None
     retention_age_s: Span | None = None

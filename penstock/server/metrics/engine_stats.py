@@ -42,7 +42,7 @@ class GroupStats(msgspec.Struct):
     lag: int
     """Unsettled events: waiting, handed out or between two attempts."""
     outstanding: int
-    """Those of them that were handed out or wait for another attempt."""
+    """Unsettled events that were handed out, or wait for another attempt."""
     oldest_s: float
     """Age of the oldest unsettled event: the queue's age."""
     waiting_s: float

@@ -61,7 +61,7 @@ HELLO, WELCOME = int(Kind.HELLO), int(Kind.WELCOME)  # compared with each frame;
 HANDSHAKE_S = 10.0
 # Largest frame of a client before its Welcome: room for a Hello that resumes a large session.
 UNWELCOMED_FRAME_BYTES = 1 << 20
-# Unread bytes of a client, as a multiple of server.send_buffer_bytes, at which it is cut off.
+# Unread bytes of a client, as a multiple of server.send_buffer_bytes, at which it is disconnected.
 ABORT_FACTOR = 4
 # After a request of this size the limits of reading are checked; smaller requests are checked with them.
 CHECKED_BYTES = 4 << 10

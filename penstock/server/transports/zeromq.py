@@ -49,7 +49,7 @@ HANDSHAKE_S = 10.0
 # A client that reads nothing at all for so long loses its connection, and so does one behind a
 # cable that was pulled.
 STALLED_S = 60.0
-# Unread bytes of a client, as a multiple of server.send_buffer_bytes, at which it is cut off.
+# Unread bytes of a client, as a multiple of server.send_buffer_bytes, at which it is disconnected.
 ABORT_FACTOR = 4
 # A request below this is accepted even when too many bytes wait for answers.
 SMALL_BYTES = 4 << 10
