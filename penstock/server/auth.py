@@ -1,8 +1,8 @@
-"""Who a caller is: tokens checked at the door, and made for those who shall come in (row T10).
+"""Authentication: checks the tokens of callers, and makes new tokens.
 
-One door for every transport. With neither `auth.admin_token` nor `auth.jwt_secret` set, callers on
-this host are trusted and all others refused; with either set, everybody shows a token.
-docs/guide/security.md tells the whole model.
+Every transport uses the same checks. With neither `auth.admin_token` nor `auth.jwt_secret` set, callers
+on this host are trusted and all others refused; with either set, every caller needs a token.
+docs/guide/security.md explains the whole model.
 """
 
 from __future__ import annotations
@@ -31,21 +31,19 @@ from penstock.model.event import ADMIN, ROLES, Identity
 from penstock.model.settings import Auth
 from penstock.model.topic import MAX_WORD_BYTES, TENANT_NAME, TENANT_RULE
 
-"""What tokens may say: everything; change and read one tenant; read one tenant; metrics only."""
-
 ALGORITHM = "HS256"
 MIN_SECRET_BYTES = 32  # RFC 7518, 3.2: a key for HS256 is at least as long as its hash
-MAX_TOKEN_BYTES = 8_192  # a token of ours has about 300; what is longer is not worth parsing
-MAX_SUBJECT_CHARACTERS = 255  # it stands in every audit record of its owner
-MAX_ROLES = 32  # in one token; there are four
-MAX_TTL_S = 366 * 86_400.0  # a token cannot be called back, so none outlives a year
+MAX_TOKEN_BYTES = 8_192  # a token of ours has about 300; a longer one is not worth parsing
+MAX_SUBJECT_CHARACTERS = 255  # every audit record contains the subject
+MAX_ROLES = 32  # in one token; there are four roles
+MAX_TTL_S = 366 * 86_400.0  # a token cannot be revoked, so it is valid for a year at most
 
 _TENANT = re.compile(TENANT_NAME)
 _REMEDY = "make a new one with `penstock token create`"
 
 
 class _Claims(msgspec.Struct, frozen=True):
-    """What a token says; other claims are ignored."""
+    """The claims of a token; other claims are ignored."""
 
     tenant: Annotated[str, Meta(min_length=1, max_length=MAX_WORD_BYTES)]
     sub: Annotated[str, Meta(min_length=1, max_length=MAX_SUBJECT_CHARACTERS)]
@@ -55,15 +53,15 @@ class _Claims(msgspec.Struct, frozen=True):
 
 
 class Keys(NamedTuple):
-    """What opens the door: several of each are valid at once, so that they can be changed one by one."""
+    """The keys in force. Several of each kind are valid at once, so that they can be changed one by one."""
 
     admin_tokens: tuple[str, ...]
     secrets: tuple[str, ...]
-    """Of tokens that name a tenant; the first signs new ones."""
+    """Secrets of tokens that name a tenant; the first signs new tokens."""
 
 
 def keys_of(auth: Auth) -> Keys:
-    """The keys that settings name, read from their files now; raises InvalidSettings."""
+    """The keys in the settings and in the files they name, read now; raises InvalidSettings."""
     secrets = _listed("jwt_secret", auth.jwt_secret, auth.jwt_secret_file)
     for secret in secrets:
         if len(secret.encode()) < MIN_SECRET_BYTES:
@@ -99,7 +97,7 @@ def _listed(name: str, value: str, path: str) -> tuple[str, ...]:
 
 
 class Authenticator:
-    """Tells who a caller is, and makes the tokens by which it knows.
+    """Finds the identity behind a token, and makes tokens.
 
     >>> Authenticator(Auth()).identify("", "acme", "billing", loopback=True).tenant
     'acme'
@@ -111,11 +109,11 @@ class Authenticator:
 
     @property
     def asks(self) -> bool:
-        """Whether everybody must show a token."""
+        """Whether every caller must show a token."""
         return any(self.keys)
 
     def check_change(self, keys: Keys) -> None:
-        """Raise InvalidSettings when new keys would let everybody in, or ask who was trusted before."""
+        """Raise InvalidSettings when new keys would begin or stop to require a token."""
         if any(keys) != self.asks:
             raise InvalidSettings(
                 "whether a token is asked for cannot change while the broker runs: set or remove the "
@@ -124,13 +122,13 @@ class Authenticator:
             )
 
     def change(self, keys: Keys) -> bool:
-        """Take other keys from now on; False when they are the same. Connections that are there stay."""
+        """Use other keys from now on; False when they are the same. Open connections stay."""
         self.check_change(keys)
         before, self.keys = self.keys, keys
         return keys != before
 
     def identify(self, token: str, tenant: str, subject: str, *, loopback: bool) -> Identity:
-        """Who shows this token; raises NotAuthenticated, or AccessDenied for another tenant's."""
+        """The identity behind a token; raises NotAuthenticated, or AccessDenied for another tenant."""
         if not self.asks:
             return _trusted(tenant, subject, loopback)
         if not token:
@@ -139,7 +137,7 @@ class Authenticator:
                 "HTTP, as client.token over the wire. `penstock token create` makes one"
             )
         shown = _bytes(token)
-        # Each is compared, so that the time tells nothing about which one it was.
+        # All of them are compared, so that the time does not reveal which one matched.
         found = [hmac.compare_digest(shown, _bytes(admin)) for admin in self.keys.admin_tokens]
         if any(found):
             return _named(tenant or "default", subject or "admin", (ADMIN,))
@@ -150,7 +148,7 @@ class Authenticator:
     def _identify_bearer(self, token: str, tenant: str) -> Identity:
         claims = self._claims(token)
         now_s = self._wall_s()
-        # Written so that a time that is no number counts as over.
+        # `not <`, so that NaN counts as expired.
         if not now_s < claims.exp:
             raise NotAuthenticated(f"the token has expired; {_REMEDY}", exp=claims.exp)
         if not claims.nbf <= now_s:
@@ -193,7 +191,7 @@ class Authenticator:
             raise NotAuthenticated(f"the token is malformed: {error}; {_REMEDY}") from None
 
     def issue(self, tenant: str, subject: str, roles: Sequence[str], ttl_s: float) -> str:
-        """A token that `identify` takes for the next `ttl_s` seconds."""
+        """A token that `identify` accepts for the next `ttl_s` seconds."""
         jwt = _pyjwt()
         if not self.keys.secrets:
             raise InvalidSettings(
@@ -211,7 +209,7 @@ class Authenticator:
             raise InvalidInput(f"a token lives up to {MAX_TTL_S / 86_400:g} days, not {ttl_s} s")
         try:
             identity = _named(tenant, subject, tuple(dict.fromkeys(roles)))
-        except AccessDenied as error:  # nobody is at the door yet: whoever makes it mistyped a name
+        except AccessDenied as error:  # nothing is denied here: a name is mistyped
             raise InvalidInput(error.message, **error.data) from None
         now_s = self._wall_s()
         claims = {
@@ -225,7 +223,7 @@ class Authenticator:
 
 
 def check_listen(address: str, auth: Auth, key: str = "") -> None:
-    """Raise InvalidSettings when an address other hosts can reach is configured without a token.
+    """Raise InvalidSettings when other hosts can reach an address and no token is configured.
 
     >>> check_listen("127.0.0.1:5558", Auth())
     >>> check_listen("0.0.0.0:5558", Auth())  # doctest: +ELLIPSIS
@@ -245,7 +243,7 @@ def check_listen(address: str, auth: Auth, key: str = "") -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or address means this host and is reached without a network.
+    """Whether a name or address is this host's own, reached without a network.
 
     >>> is_loopback("::1"), is_loopback("127.8.8.8"), is_loopback("10.0.0.1"), is_loopback("")
     (True, True, False, False)
@@ -270,7 +268,7 @@ def _trusted(tenant: str, subject: str, loopback: bool) -> Identity:
 
 
 def _named(tenant: str, subject: str, roles: tuple[str, ...]) -> Identity:
-    """An identity whose names can stand in topics, logs and audit records."""
+    """An identity whose names are valid in topics, logs and audit records."""
     if not _TENANT.fullmatch(tenant):
         raise AccessDenied(
             f"no tenant can be called {tenant[:MAX_WORD_BYTES]!r}: {TENANT_RULE}",
@@ -288,7 +286,7 @@ def _decoded(jwt: Any, token: str, secret: str) -> Any:
         token,
         secret,
         algorithms=[ALGORITHM],
-        # Times are checked against the clock given to us, claims by their types.
+        # `_identify_bearer` checks times against the given clock, and msgspec the types of claims.
         options={"verify_exp": False, "verify_nbf": False, "verify_iat": False},
     )
 

@@ -1,15 +1,11 @@
-"""Condition: what a running broker says of itself to `penstock doctor`, beside what the engine knows.
+"""The embedded engine, shared by many clients.
 
-Connection: one client at the door of the broker, before and after it is part of a session.
+`Broker` knows sessions and no transports: a transport calls `connected`, then `received` and `lost` on the
+`Connection` that it gets. A connection becomes part of a session with its Hello; the broker resumes
+sessions after a reconnect or a restart, ends those whose clients stay away, and lets a member that joins
+a group again replace its former self.
 
-Ending: what a broker that stops waits for, so that clients can finish what they are at (T5).
-
-Tenants as operators see them: the limits in force, and how much of them is used.
-
-Broker: the embedded engine, shared by many clients.
-
-It knows sessions and nothing of transports: those call `connected`, then `received` and `lost` on
-what they get back.
+`drain` stops it: consumers finish the events they were handed, and their settlements become durable.
 """
 
 from __future__ import annotations
@@ -30,8 +26,7 @@ from penstock.core.admission import Admission
 from penstock.core.entry import SessionGone
 from penstock.engines import requests
 from penstock.engines.embedded.engine import CAPABILITIES, EmbeddedEngine
-from penstock.engines.engine import LogFeed, QueueFeed, Request
-from penstock.engines.engine import Subscribe as Wanted
+from penstock.engines.engine import LogFeed, QueueFeed, Request, Subscribe
 from penstock.engines.requests import SessionInfo, TenantInfo
 from penstock.model.batch import EventBatch
 from penstock.model.errors import (
@@ -69,214 +64,31 @@ from penstock.wire.message import (
 )
 
 if TYPE_CHECKING:
-    from penstock.server.session import Session
     from penstock.server.transports.link import Link
 
-# -- condition ------------------------------------------------------------------------------------
-
-
-LATELY_S = 60.0
-"""A refusal this long ago counts as going on: clients try again within a minute."""
-MAX_ROWS = 100
-
-
-def condition(
-    engine: EmbeddedEngine, counters: Counters, obstacles: Sequence[str]
-) -> dict[str, Any]:
-    """What keeps clients from publishing, what is wrong, and the limits that refuse now or are used up."""
-    since_s = time.monotonic() - LATELY_S
-    refusing = [
-        {"kind": kind, "limit": limit, "tenant": tenant, "refused": counters.refusals[key]}
-        for key, at_s in counters.refused_s.items()
-        if at_s >= since_s
-        for kind, limit, tenant in (key,)
-    ]
-    full = [
-        {"limit": each.quota, "tenant": each.tenant}
-        for each in quotas(engine)
-        if each.ratio >= 1 and each.quota == "storage_bytes"
-    ]
-    return {
-        "obstacles": list(obstacles),
-        "troubles": troubles_of(engine),
-        "refusing": refusing[:MAX_ROWS],
-        "used_up": full[:MAX_ROWS],
-    }
-
-
-# -- connection -----------------------------------------------------------------------------------
-
-
 log = logging.getLogger("penstock.server")
 
-# So many frames behind a Hello let others go first. More are taken at once: while they waited even
-# more would come, and a client that never stops could fill the memory.
+# Heartbeats that a client may miss.
+SILENT_BEATS = 3
+# Frames behind a Hello that let other tenants' publishes go first. More are taken at once: while they
+# waited still more would arrive, and a client that never stops could fill the memory.
 COURTEOUS_FRAMES = 8
-MAX_VIOLATIONS = 16  # frames against the protocol after which a client is cut off
+# Frames against the protocol after which a client is disconnected.
+MAX_VIOLATIONS = 16
+# A refusal counts as current for this long: clients try again within a minute.
+LATELY_S = 60.0
+# Rows of each list in `condition`: enough for an operator to see the problem.
+MAX_ROWS = 100
+# When the broker stops, settlements that clients sent before they were told arrive within this.
+HEARD_S = 0.1
+# The least time for making settlements durable, even when the time to drain is used up.
+DURABLE_S = 1.0
+# How often `drain` looks at the events that consumers still hold.
+LOOK_AGAIN_S = 0.02
 
 
-class Connection:
-    """One connection: nobody until its Hello, then part of a session."""
-
-    def __init__(self, broker: Broker, link: Link) -> None:
-        self.link = link
-        self.session: Session | None = None
-        self.heard_at = broker.now()
-        self._broker = broker
-        self._greeting: asyncio.Task[None] | None = None
-        self._greeted = False
-        self._early: deque[Frame] = deque()
-        self._violations = 0
-
-    @property
-    def tenant(self) -> str:
-        """Whom the client speaks for; nobody before its welcome."""
-        return "" if self.session is None else self.session.identity.tenant
-
-    def received(self, frame: Frame) -> None:
-        """Take a frame; what is wrong with it is answered, here and now."""
-        self.heard_at = self._broker.now()
-        if self._greeting is None or self._greeted:
-            self._take(frame)
-        else:
-            self._early.append(frame)  # of an eager client: few can come while it is greeted
-
-    def _take(self, frame: Frame) -> None:
-        try:
-            if self.session is not None:
-                if frame.kind == Kind.BYE:
-                    self._broker.goodbye(self)
-                else:
-                    self.session.received(frame)
-            elif self._greeting is not None:
-                pass  # it said goodbye, or is gone
-            elif frame.kind == Kind.HELLO:
-                hello = decode(frame.meta, Hello)
-                self._greeting = asyncio.create_task(self._greet(frame.request, hello))
-            else:
-                raise ProtocolViolation("the first frame of a client is HELLO")
-        except PenstockError as error:
-            self.fault(frame.request, error)
-
-    async def _greet(self, request: int, hello: Hello) -> None:
-        """Welcome a client, then take what it sent meanwhile; others, who are known, go first."""
-        courtesy = self._broker.courtesy
-        try:
-            await courtesy.turn()
-            self.session = await self._broker.greet(self, hello)
-        except Exception as error:
-            if not isinstance(error, PenstockError):
-                log.exception("a greeting failed", extra={"peer": self.link.peer})
-                error = PenstockError(
-                    f"the broker failed: {type(error).__name__}; its log says more"
-                )
-            elif isinstance(error, AccessDenied):
-                # Whoever tries tokens must show in the log; the reason never repeats one.
-                self._broker.refusals.warning(
-                    "client refused", peer=self.link.peer, reason=error.message
-                )
-            self.fault(request, error)
-            self.link.close()
-            return
-        while self._early:
-            if len(self._early) <= COURTEOUS_FRAMES:
-                await courtesy.turn()
-            if self._early:  # else the client is gone meanwhile
-                self._take(self._early.popleft())
-        self._greeted = True
-
-    def fault(self, request: int, error: PenstockError) -> None:
-        """Answer with an error; who goes on breaking the protocol is cut off."""
-        self._broker.failed(error)
-        self.link.send(Frame(Kind.FAULT, request, encode(to_fault(error))))
-        self._violations += isinstance(error, ProtocolViolation)
-        if self._violations > MAX_VIOLATIONS:
-            self._early.clear()
-            self.link.close()
-
-    def lost(self, reason: str, *, closed: bool = False) -> None:
-        """The transport has no connection any more."""
-        self._early.clear()
-        self._broker.disconnected(self, reason, closed=closed)
-
-
-# -- ending ---------------------------------------------------------------------------------------
-
-
-HEARD_S = 0.1  # what clients did before they were told is here by then
-HARDEN_S = 1.0  # at least, whatever is left of the time: what was settled should be durable
-LOOK_AGAIN_S = 0.02  # at what consumers still have in hand
-
-
-async def finished(sessions: Mapping[str, Session], end: float) -> None:
-    """Wait for handlers and for requests, not beyond `end`; then make durable what was settled."""
-    # What a client hands out just now, we hear of a moment later.
-    heard = time.monotonic() + (HEARD_S if any(map(_holds, sessions.values())) else 0.0)
-    while (now := time.monotonic()) < end:
-        if now >= heard and not any(map(_at_work, sessions.values())):
-            break
-        await asyncio.sleep(LOOK_AGAIN_S)
-    for session in list(sessions.values()):
-        await session.finished(end - time.monotonic())
-    hardening = asyncio.gather(
-        *(session.harden() for session in sessions.values()), return_exceptions=True
-    )
-    # A disk that fails now is reported when the engine is closed. While it is full, dead letters wait.
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(hardening, max(HARDEN_S, end - time.monotonic()))
-
-
-def _holds(session: Session) -> bool:
-    """Whether a client that is there was sent events that are not settled."""
-    return session.link is not None and any(outlet.held for outlet in session.feeds.queues())
-
-
-def _at_work(session: Session) -> bool:
-    """Whether its consumers were handed some of them: the others only wait at the client."""
-    return _holds(session) and any(outlet.at_work() for outlet in session.feeds.queues())
-
-
-# -- tenants --------------------------------------------------------------------------------------
-
-
-def tenants_view(
-    admission: Admission, refusals: Mapping[tuple[str, str, str], int]
-) -> list[TenantInfo]:
-    """Every tenant that has limits of its own, stored something, or was refused something.
-
-    `refusals` are those of the metrics, by kind, limit and tenant, so that both say the same.
-
-    >>> from penstock.core.admission import AdmissionLimits, TenantLimits
-    >>> limits = AdmissionLimits(tenants={"acme": TenantLimits(max_ingress=10)})
-    >>> [(each.tenant, each.limits.max_ingress) for each in tenants_view(Admission(limits), {})]
-    [('acme', 10)]
-    """
-    refused: dict[str, dict[str, int]] = {}
-    for (kind, limit, tenant), count in refusals.items():
-        refused.setdefault(tenant, {})[f"{kind} {limit}"] = count
-    use = admission.use()
-    names = {*admission.limits.tenants, *use, *refused}
-    return [
-        TenantInfo(
-            name,
-            admission.limits.tenants.get(name, admission.limits.default),
-            *use.get(name, (0, 0)),
-            refused.get(name, {}),
-        )
-        for name in sorted(names)
-    ]
-
-
-# -- broker ---------------------------------------------------------------------------------------
-
-
-log = logging.getLogger("penstock.server")
-
-SILENT_BEATS = 3  # heartbeats a client may miss
-
-
-class Doorkeeper(Protocol):
-    """Decides who somebody is."""
+class IdentityCheck(Protocol):
+    """Decides which identity a token stands for."""
 
     def identify(self, token: str, tenant: str, subject: str, *, loopback: bool) -> Identity:
         """The identity behind a token; raises NotAuthenticated or AccessDenied."""
@@ -287,19 +99,23 @@ class Broker:
     """Serves an engine to many clients."""
 
     def __init__(
-        self, engine: EmbeddedEngine, settings: Settings, authenticator: Doorkeeper, tally: Counters
+        self,
+        engine: EmbeddedEngine,
+        settings: Settings,
+        authenticator: IdentityCheck,
+        counters: Counters,
     ) -> None:
         self.engine = engine
-        self.tally = tally
+        self.counters = counters
         self.id = uuid.uuid4().hex
         self.sessions: dict[str, Session] = {}
         self.connections: set[Connection] = set()
         self.draining = False
         self.obstacles: Callable[[], list[str]] = list
-        """What keeps a client that comes now from publishing."""
+        """The reasons why a client cannot publish at the moment."""
         self.send_buffer_bytes = settings.server.send_buffer_bytes
         self._settings = settings.server
-        self._doorkeeper = authenticator
+        self._authenticator = authenticator
         self.gate = Authorizer(engine, self.ask)
         self.fastpath = FastPath(settings.fastpath)
         self.courtesy = Courtesy()
@@ -307,8 +123,8 @@ class Broker:
         self.client_bytes = ClientBytes(limit_of(settings.server))
         self.max_frame_bytes = min(settings.server.max_frame_bytes, self.client_bytes.largest)
         self.refusals = LogQuota(log)
-        self._doors: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._minder: asyncio.Task[None] | None = None
+        self._group_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._checker: asyncio.Task[None] | None = None
 
     @staticmethod
     def now() -> float:
@@ -316,7 +132,7 @@ class Broker:
         return time.monotonic()
 
     def start(self) -> None:
-        """Take up the sessions the journal knows, and mind the clock from now on."""
+        """Restore the sessions of the journal, and begin to check connections for silence."""
         for id, state in self.engine.state.sessions.items():
             spec = state.spec
             hello = Hello(
@@ -326,12 +142,12 @@ class Broker:
             identity = Identity(spec.tenant, spec.subject, spec.roles)
             session = self.sessions[id] = Session(self, id, hello, identity)
             session.restored = True
-        self._minder = asyncio.create_task(self._mind(), name="penstock-sessions")
+        self._checker = asyncio.create_task(self._check_silence(), name="penstock-sessions")
 
     # -- connections ---------------------------------------------------------------------------
 
     def connected(self, link: Link) -> Connection:
-        """A client reached a transport."""
+        """A client connected to a transport."""
         if self.draining:
             raise BusClosed("the broker is stopping; connect again in a moment")
         if len(self.connections) >= self._settings.max_connections:
@@ -343,28 +159,28 @@ class Broker:
                 value=self._settings.max_connections,
                 retry_after_s=5.0,
             )
-            self.tally.rejected(full, "")
+            self.counters.rejected(full, "")
             raise full
         connection = Connection(self, link)
         self.connections.add(connection)
-        self.tally.connection(1)
+        self.counters.connection(1)
         return connection
 
     def failed(self, error: Exception) -> None:
-        """Count a request that is answered with an error, or what a transport could not read."""
-        self.tally.frame_error(to_fault(error).code)
+        """Count a request that is answered with an error, or that a transport could not read."""
+        self.counters.frame_error(to_fault(error).code)
 
     def refused(self, error: Rejected) -> None:
         """Count a request that a transport did not take because of a limit."""
-        self.tally.rejected(error, "")
+        self.counters.rejected(error, "")
         self.failed(error)
 
     def disconnected(self, connection: Connection, reason: str, *, closed: bool = False) -> None:
-        """A connection is gone, `closed` by the client's side; its session waits, if it may."""
+        """A connection is gone, `closed` by the client's side; a resumable session waits for another."""
         if connection not in self.connections:
             return
         self.connections.discard(connection)
-        self.tally.connection(-1)
+        self.counters.connection(-1)
         session, connection.session = connection.session, None
         if session is not None and session.link is connection.link:
             log.info("client gone", extra={"session": session.id, "reason": reason})
@@ -380,22 +196,22 @@ class Broker:
             loop.call_later(grace_s, self._give_up, session, session.heard_at)
 
     def _give_up(self, session: Session, since: float) -> None:
-        """A client that closed its connection is not back: its leases wait no longer."""
+        """Return the leases of a client that closed its connection and has not reconnected."""
         gone = session.link is None and session.heard_at == since
         if gone and not self.draining and self.sessions.get(session.id) is session:
             log.info("leases returned", extra={"session": session.id})
             session.give_up()
 
     def goodbye(self, connection: Connection) -> None:
-        """A client leaves for good."""
+        """A client ends its session."""
         session, connection.session = connection.session, None
         self.connections.discard(connection)
-        self.tally.connection(-1)
+        self.counters.connection(-1)
         if session is not None:
             self._end(session, connection)
 
     def _end(self, session: Session, connection: Connection | None = None) -> None:
-        session.detach()  # now, so that nothing is sent to it any more
+        session.detach()  # now, so that nothing more is sent to it
         self.sessions.pop(session.id, None)
         self.engine.spawn(self._close(session, connection))
 
@@ -410,7 +226,7 @@ class Broker:
     async def greet(self, connection: Connection, hello: Hello) -> Session:
         """Begin or resume a session."""
         check_hello(hello)
-        identity = self._doorkeeper.identify(
+        identity = self._authenticator.identify(
             hello.token, hello.tenant, hello.subject, loopback=connection.link.loopback
         )
         session = self.sessions.get(hello.session) if hello.session else None
@@ -422,7 +238,9 @@ class Broker:
             if hello.resumable:
                 await self.engine.publisher.write_entries([session.entry()])
             self.sessions[session.id] = session
-        async with session.door:  # its last connection may have broken in the middle of this
+        async with (
+            session.greeting_lock
+        ):  # an earlier greeting may be under way on a broken connection
             if self.sessions.get(session.id) is not session:
                 raise ConnectionLost("the session ended meanwhile; connect again")
             await self._welcome(connection, session, hello, identity, begins)
@@ -457,8 +275,8 @@ class Broker:
             extra={"session": session.id, "client": hello.client, "peer": connection.link.peer},
         )
 
-    async def _mind(self) -> None:
-        """Drop connections that are silent, and sessions that nobody came back to."""
+    async def _check_silence(self) -> None:
+        """Drop silent connections, and sessions whose clients stayed away too long."""
         beat_s = self._settings.heartbeat_s
         while True:
             await asyncio.sleep(beat_s / 2)
@@ -469,7 +287,7 @@ class Broker:
                     beat_s, connection.session.hello.heartbeat_s if connection.session else 0.0
                 )
                 if getattr(connection.link, "holding", False):
-                    continue  # we do not listen to it just now, so its silence is ours
+                    continue  # the broker is not reading from it, so silence means nothing
                 if now - connection.heard_at > allowed:
                     connection.link.close()
                     self.disconnected(connection, "silent")
@@ -481,25 +299,25 @@ class Broker:
     # -- for sessions --------------------------------------------------------------------------
 
     def delivered(self, batch: EventBatch, events: int, fresh: int) -> None:
-        """Count events sent to a client, and for those new to their group how long after the append."""
+        """Count events sent to a client; for events new to their group, also the time since the append."""
         waited_s = None
         if fresh:
             waited_s = max(0.0, time.time() - batch.append_time(batch.count - 1) / 1e6)
         size = batch.payload_column.ends()
-        self.tally.delivered(
+        self.counters.delivered(
             batch.tenant, batch.topic, events, size[batch.count] - size[0], waited_s, fresh
         )
 
-    async def join(self, wanted: Wanted) -> QueueFeed | LogFeed:
-        """Join a group; who comes again under its name takes the place of its former self.
+    async def join(self, wanted: Subscribe) -> QueueFeed | LogFeed:
+        """Join a group; a member that joins again under the same name replaces the earlier one.
 
-        A consumer that was restarted is back while its last session still waits for it.
+        A restarted consumer joins while its last session still waits for the old one.
         """
-        lock = self._doors.setdefault(wanted.group, asyncio.Lock())
-        async with lock:  # two under one name must not come in at once
+        lock = self._group_locks.setdefault(wanted.group, asyncio.Lock())
+        async with lock:  # two members of one name must not join at once
             check_join(self.engine, wanted.identity, wanted.group)
             if wanted.group not in self.engine.state.groups and not wanted.spec.ephemeral:
-                # It was deleted while its member was away: what that has in hand is of another group.
+                # The group was deleted while its member was away: the member's leases mean nothing now.
                 wanted = msgspec.structs.replace(wanted, handed={})
             await self.engine.groups.ensure(wanted.group, wanted.spec)
             queue = self.engine.dispatcher.groups.get(wanted.group)
@@ -507,31 +325,34 @@ class Broker:
             if (queue is not None and wanted.member in queue.members) or (
                 log_group is not None and wanted.member in log_group.readers
             ):
-                await self._make_room(wanted)
+                await self._replace_member(wanted)
             return await self.engine.subscribe(wanted)
 
-    async def _make_room(self, wanted: Wanted) -> None:
+    async def _replace_member(self, wanted: Subscribe) -> None:
         for session in list(self.sessions.values()):
-            for feed, outlet in list(session.feeds.items()):
-                if (outlet.wanted.group, outlet.wanted.member) == (wanted.group, wanted.member):
+            for feed, subscription in list(session.feeds.items()):
+                if (subscription.wanted.group, subscription.wanted.member) == (
+                    wanted.group,
+                    wanted.member,
+                ):
                     words = f"another consumer joined {wanted.group!r} as {wanted.member!r}"
                     session.feeds.stopped(feed, Fenced(f"{words}; this one gets no more"))
-                    await outlet.leave()
+                    await subscription.leave()
 
     async def ask(self, request: Request) -> Any:
-        """Administer; whoever holds events of a group that is reset hears it before the answer."""
+        """Answer an administrative request; consumers of a group that is reset hear it before the answer."""
         if isinstance(request, requests.ListSessions):
-            return self.sessions_view()
+            return self.session_infos()
         if isinstance(request, requests.ListTenants):
-            return tenants_view(self.engine.admission, self.tally.refusals)
+            return tenant_infos(self.engine.admission, self.counters.refusals)
         if isinstance(request, requests.Pressure):
-            own = condition(self.engine, self.tally, self.obstacles())
+            own = condition(self.engine, self.counters, self.obstacles())
             return await self.engine.ask(request) | own
         check_request(request)
         try:
             answer = await self.engine.ask(request)
         except Rejected as error:
-            self.tally.rejected(error, "")
+            self.counters.rejected(error, "")
             raise
         if isinstance(request, requests.ResetGroup):
             self._fence(request.group)
@@ -539,17 +360,20 @@ class Broker:
 
     def _fence(self, group: str) -> None:
         for session in self.sessions.values():
-            for outlet in session.feeds.values():
-                if isinstance(outlet, QueueSubscription) and outlet.wanted.group == group:
-                    for number, leased in list(outlet.held.items()):
+            for subscription in session.feeds.values():
+                if (
+                    isinstance(subscription, QueueSubscription)
+                    and subscription.wanted.group == group
+                ):
+                    for number, leased in list(subscription.held.items()):
                         for index in range(leased.count):
                             if leased.lease.states[index + leased.shift]:
                                 fault = to_fault(leased.lease.refusal(index + leased.shift))
                                 meta = encode(Refused(number, index, fault))
                                 session.send(Frame(Kind.REFUSED, 0, meta))
-                        outlet.drop_settled(number)
+                        subscription.drop_settled(number)
 
-    def sessions_view(self) -> list[SessionInfo]:
+    def session_infos(self) -> list[SessionInfo]:
         """All sessions, for operators."""
         now = self.now()
         return [
@@ -559,12 +383,12 @@ class Broker:
                 session.link.peer if session.link is not None else "",
                 session.link is not None, session.hello.resumable,
                 round(now - session.heard_at, 3), list(session.hello.subscriptions),
-                sorted({outlet.wanted.group for outlet in session.feeds.values()}),
+                sorted({subscription.wanted.group for subscription in session.feeds.values()}),
                 sum(
                     leased.open
-                    for outlet in session.feeds.values()
-                    if isinstance(outlet, QueueSubscription)
-                    for leased in outlet.held.values()
+                    for subscription in session.feeds.values()
+                    if isinstance(subscription, QueueSubscription)
+                    for leased in subscription.held.values()
                 ),
             )
             for session in self.sessions.values()
@@ -573,20 +397,191 @@ class Broker:
     # -- the end -------------------------------------------------------------------------------
 
     async def drain(self, seconds: float) -> None:
-        """Take no new clients, let the others finish what they are at, then end all connections."""
+        """Accept no new clients, let consumers finish events in hand, then end all connections."""
         self.draining = True
         self.engine.dispatcher.paused = True
         for session in self.sessions.values():
             session.send(Frame(Kind.DRAIN, 0, b""))
         end = self.now() + seconds
-        await finished(self.sessions, end)
-        if self._minder is not None:
-            self._minder.cancel()
+        await finish(self.sessions, end)
+        if self._checker is not None:
+            self._checker.cancel()
         for session in list(self.sessions.values()):
-            # Leases outlive a broker that stops as they outlive one that dies.
+            # Leases survive a broker that stops, as they survive one that is killed.
             await (session.suspend() if session.hello.resumable else session.close())
         self.sessions.clear()
         for connection in list(self.connections):
             connection.link.close()
         self.connections.clear()
         self.fastpath.close()
+
+
+class Connection:
+    """One connection of a client: without a session until its Hello is accepted."""
+
+    def __init__(self, broker: Broker, link: Link) -> None:
+        self.link = link
+        self.session: Session | None = None
+        self.heard_at = broker.now()
+        self._broker = broker
+        self._greeting: asyncio.Task[None] | None = None
+        self._greeted = False
+        self._early: deque[Frame] = deque()
+        self._violations = 0
+
+    @property
+    def tenant(self) -> str:
+        """The client's tenant; "" before its Welcome."""
+        return "" if self.session is None else self.session.identity.tenant
+
+    def received(self, frame: Frame) -> None:
+        """Take a frame; errors in it are answered at once."""
+        self.heard_at = self._broker.now()
+        if self._greeting is None or self._greeted:
+            self._take(frame)
+        else:
+            self._early.append(frame)  # sent before the Welcome; few frames fit in that time
+
+    def _take(self, frame: Frame) -> None:
+        try:
+            if self.session is not None:
+                if frame.kind == Kind.BYE:
+                    self._broker.goodbye(self)
+                else:
+                    self.session.received(frame)
+            elif self._greeting is not None:
+                pass  # the session has ended, or the client is gone
+            elif frame.kind == Kind.HELLO:
+                hello = decode(frame.meta, Hello)
+                self._greeting = asyncio.create_task(self._greet(frame.request, hello))
+            else:
+                raise ProtocolViolation("the first frame of a client is HELLO")
+        except PenstockError as error:
+            self.fault(frame.request, error)
+
+    async def _greet(self, request: int, hello: Hello) -> None:
+        """Welcome a client, then take its early frames; publishes of known clients go first."""
+        courtesy = self._broker.courtesy
+        try:
+            await courtesy.turn()
+            self.session = await self._broker.greet(self, hello)
+        except Exception as error:
+            if not isinstance(error, PenstockError):
+                log.exception("a greeting failed", extra={"peer": self.link.peer})
+                error = PenstockError(
+                    f"the broker failed: {type(error).__name__}; its log says more"
+                )
+            elif isinstance(error, AccessDenied):
+                # Attempts with wrong tokens must show in the log; the reason never contains a token.
+                self._broker.refusals.warning(
+                    "client refused", peer=self.link.peer, reason=error.message
+                )
+            self.fault(request, error)
+            self.link.close()
+            return
+        while self._early:
+            if len(self._early) <= COURTEOUS_FRAMES:
+                await courtesy.turn()
+            if self._early:  # it is empty when the client has gone meanwhile
+                self._take(self._early.popleft())
+        self._greeted = True
+
+    def fault(self, request: int, error: PenstockError) -> None:
+        """Answer with an error; a client that keeps breaking the protocol is disconnected."""
+        self._broker.failed(error)
+        self.link.send(Frame(Kind.FAULT, request, encode(to_fault(error))))
+        self._violations += isinstance(error, ProtocolViolation)
+        if self._violations > MAX_VIOLATIONS:
+            self._early.clear()
+            self.link.close()
+
+    def lost(self, reason: str, *, closed: bool = False) -> None:
+        """The transport has lost the connection."""
+        self._early.clear()
+        self._broker.disconnected(self, reason, closed=closed)
+
+
+async def finish(sessions: Mapping[str, Session], end: float) -> None:
+    """Wait for handlers and for requests, not beyond `end`; then make durable what was settled."""
+    # News of events that a client is handing out at this moment arrives a little later.
+    heard = time.monotonic() + (HEARD_S if any(map(_holds, sessions.values())) else 0.0)
+    while (now := time.monotonic()) < end:
+        if now >= heard and not any(map(_at_work, sessions.values())):
+            break
+        await asyncio.sleep(LOOK_AGAIN_S)
+    for session in list(sessions.values()):
+        await session.finish(end - time.monotonic())
+    durable = asyncio.gather(
+        *(session.make_durable() for session in sessions.values()), return_exceptions=True
+    )
+    # A disk error is reported when the engine is closed. While the disk is full, dead letters wait.
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(durable, max(DURABLE_S, end - time.monotonic()))
+
+
+def _holds(session: Session) -> bool:
+    """Whether a connected client holds events that are not settled."""
+    return session.link is not None and any(
+        subscription.held for subscription in session.feeds.queues()
+    )
+
+
+def _at_work(session: Session) -> bool:
+    """Whether the client's consumers were handed some of them; the other events only wait there."""
+    return _holds(session) and any(
+        subscription.at_work() for subscription in session.feeds.queues()
+    )
+
+
+def tenant_infos(
+    admission: Admission, refusals: Mapping[tuple[str, str, str], int]
+) -> list[TenantInfo]:
+    """Limits and use of each tenant that has limits of its own, stored events, or was refused.
+
+    `refusals` are those of the metrics, by kind, limit and tenant, so that both say the same.
+
+    >>> from penstock.core.admission import AdmissionLimits, TenantLimits
+    >>> limits = AdmissionLimits(tenants={"acme": TenantLimits(max_ingress=10)})
+    >>> [(each.tenant, each.limits.max_ingress) for each in tenant_infos(Admission(limits), {})]
+    [('acme', 10)]
+    """
+    refused: dict[str, dict[str, int]] = {}
+    for (kind, limit, tenant), count in refusals.items():
+        refused.setdefault(tenant, {})[f"{kind} {limit}"] = count
+    use = admission.use()
+    names = {*admission.limits.tenants, *use, *refused}
+    return [
+        TenantInfo(
+            name,
+            admission.limits.tenants.get(name, admission.limits.default),
+            *use.get(name, (0, 0)),
+            refused.get(name, {}),
+        )
+        for name in sorted(names)
+    ]
+
+
+def condition(
+    engine: EmbeddedEngine, counters: Counters, obstacles: Sequence[str]
+) -> dict[str, Any]:
+    """The broker's part of `penstock doctor`: why clients cannot publish, known problems, limits that
+    refuse now, and limits that are used up.
+    """
+    since_s = time.monotonic() - LATELY_S
+    refusing = [
+        {"kind": kind, "limit": limit, "tenant": tenant, "refused": counters.refusals[key]}
+        for key, at_s in counters.refused_s.items()
+        if at_s >= since_s
+        for kind, limit, tenant in (key,)
+    ]
+    full = [
+        {"limit": each.quota, "tenant": each.tenant}
+        for each in quotas(engine)
+        if each.ratio >= 1 and each.quota == "storage_bytes"
+    ]
+    return {
+        "obstacles": list(obstacles),
+        "troubles": troubles_of(engine),
+        "refusing": refusing[:MAX_ROWS],
+        "used_up": full[:MAX_ROWS],
+    }

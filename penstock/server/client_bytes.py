@@ -1,10 +1,9 @@
-"""Client bytes: what clients make the broker hold, each and all together, against one limit.
+"""Limits the bytes that the broker holds for its clients: for each client, and for all together.
 
-Partial uploads, frames that were expanded, requests without an answer, answers that are not read,
-leased events that wait for room: all of it is counted where it is held. Beyond half of the limit a
-client that holds more than an equal share of that half adds nothing, but for one such client at a
-time, which goes first so that something ends. At the limit the client that holds most is cut off.
-Clients below their share notice none of it.
+Partial uploads, expanded frames, requests without an answer, unread answers, and leased events that wait
+for room are counted where they are held. Above half of the limit, a client with more than an equal share
+of that half must wait before it adds more. One such client at a time is exempt, so that its work ends.
+At the limit, the client that holds most is disconnected. Clients below their share are not affected.
 """
 
 from __future__ import annotations
@@ -18,18 +17,19 @@ from penstock.model.errors import Deferred, PayloadTooLarge
 from penstock.model.settings import GIB, Server
 
 LIMIT = "server.max_client_bytes"
-# What an account counts, apart from each other.
+# The kinds of bytes that an account counts: partial uploads, requests without an answer, expanded frames,
+# unread answers, and answers kept for a repeated request.
 ARRIVING, REQUESTS, EXPANDED, UNREAD, KEPT = range(5)
-LEAST_BYTES = GIB  # of the limit that nobody set: room for a frame of the largest size, and another
-MEMORY_SHARE = 4  # that limit is this part of the memory the process may use
+LEAST_BYTES = GIB  # of the default limit: room for two frames of the largest size
+MEMORY_SHARE = 4  # the default limit is this part of the memory that the process may use
 CGROUP = Path("/sys/fs/cgroup/memory.max")
-# The client that goes first moves so much between two looks, or it is cut off: others wait for it.
+# The exempt client moves so much between two looks, or it is disconnected: others wait for it.
 LEAST_MOVED_BYTES = 1 << 20
 RETRY_S = 1.0
 
 
 def limit_of(settings: Server) -> int:
-    """The limit that is set, or a quarter of the memory that this process may use."""
+    """The configured limit, or a quarter of the memory that this process may use."""
     if settings.max_client_bytes is not None:
         return settings.max_client_bytes
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -52,8 +52,8 @@ class ClientBytes:
     def __init__(self, limit_bytes: int) -> None:
         self.limit = limit_bytes
         self.used = 0
-        self._calm = limit_bytes // 2
-        """Up to here nobody waits."""
+        self._half = limit_bytes // 2
+        """Up to this many bytes, no client waits."""
         self._holders = 0
         self._accounts: set[Account] = set()
         self._waiting: dict[Account, None] = {}
@@ -63,23 +63,23 @@ class ClientBytes:
 
     @property
     def largest(self) -> int:
-        """The most that one request may take: a frame, or what a batch in it expands to."""
-        return self._calm
+        """The most bytes of one request: of its frame, or of its batches when expanded."""
+        return self._half
 
     def account(
         self,
         go_on: Callable[[], None] = lambda: None,
         cut: Callable[[Deferred], None] = lambda error: None,
     ) -> Account:
-        """A new account; `go_on` is called when it need not wait any more, `cut` when it must end."""
+        """A new account; `go_on` is called when it may add bytes again, `cut` when it must end."""
         account = Account(self, go_on, cut)
         self._accounts.add(account)
         return account
 
     def look(self) -> None:
-        """Cut off the client that goes first if it stands still; called every few seconds."""
+        """Disconnect the exempt client if it makes no progress; called every few seconds."""
         for account in [each for each in self._accounts if each.depends_on_client]:
-            account.wake()  # which counts again what is not read
+            account.wake()  # it counts its unread bytes again
         first = self._first
         if first is None or not self._waiting:
             return
@@ -89,10 +89,10 @@ class ClientBytes:
             self._first_moved = first.moved
 
     def _share(self, account: Account) -> int:
-        return self._calm // max(1, self._holders + (not account.bytes))
+        return self._half // max(1, self._holders + (not account.bytes))
 
     def _must_wait(self, account: Account, extra: int) -> bool:
-        if self.used + extra <= self._calm or account.bytes + extra <= self._share(account):
+        if self.used + extra <= self._half or account.bytes + extra <= self._share(account):
             return False
         if self._first is None:
             self._first, self._first_moved = account, account.moved
@@ -149,7 +149,7 @@ class ClientBytes:
     def _wake(self) -> None:
         self._waking = False
         first = self._first
-        if first is not None and (self.used <= self._calm or first.bytes <= self._share(first)):
+        if first is not None and (self.used <= self._half or first.bytes <= self._share(first)):
             self._first = None
         waiting, self._waiting = self._waiting, {}
         for account in waiting:
@@ -157,30 +157,30 @@ class ClientBytes:
 
 
 class Account:
-    """What one client makes the broker hold."""
+    """The bytes that the broker holds for one client, by kind."""
 
-    __slots__ = ("_counts", "_go_on", "_total", "_wishes", "bytes", "closed", "cut", "moved")
+    __slots__ = ("_counts", "_go_on", "_total", "_waiters", "bytes", "closed", "cut", "moved")
 
     def __init__(
         self, total: ClientBytes, go_on: Callable[[], None], cut: Callable[[Deferred], None]
     ) -> None:
         self.bytes = 0
         self.moved = 0
-        """Bytes that the client sent or read: whether it goes on."""
+        """Bytes that the client sent or read: its progress."""
         self.closed = False
         self.cut = cut
         self._total = total
         self._go_on = go_on
         self._counts = [0] * (KEPT + 1)
-        self._wishes: list[asyncio.Future[None]] = []
+        self._waiters: list[asyncio.Future[None]] = []
 
     @property
     def depends_on_client(self) -> bool:
-        """Whether it holds something until its client sends or reads on."""
+        """Whether some of its bytes stay until the client sends or reads more."""
         return bool(self._counts[ARRIVING] or self._counts[UNREAD])
 
     def hold(self, what: int, size: int) -> None:
-        """Of this it holds so much now."""
+        """Set the bytes of one kind."""
         delta = size - self._counts[what]
         if delta and not self.closed:
             self._counts[what] = size
@@ -189,15 +189,15 @@ class Account:
             self._total._moved(self, delta)
 
     def add(self, what: int, delta: int) -> None:
-        """Of this it holds so much more, or less."""
+        """Change the bytes of one kind."""
         self.hold(what, self._counts[what] + delta)
 
     def waits(self, extra: int = 0) -> bool:
-        """Whether it must not take so much more now; `go_on` is called when that may have changed."""
+        """Whether it must not add so many bytes now; `go_on` is called when that may have changed."""
         return not self.closed and self._total._must_wait(self, extra)
 
     async def room(self, what: int, size: int) -> None:
-        """Hold so much more of this, as soon as there is room; what can never fit is refused."""
+        """Add bytes of one kind as soon as there is room; refuse a size that can never fit."""
         if size > self._total.largest:
             raise PayloadTooLarge(
                 f"{size} bytes at once are over {self._total.largest}, the half of {LIMIT}; nothing "
@@ -206,21 +206,21 @@ class Account:
                 limit_bytes=self._total.largest,
             )
         while self.waits(size):
-            wish: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._wishes.append(wish)
-            await wish
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
         self.add(what, size)
 
     def wake(self) -> None:
-        """There may be room."""
-        wishes, self._wishes = self._wishes, []
-        for wish in wishes:
-            if not wish.done():
-                wish.set_result(None)
+        """Continue waiting requests, because there may be room."""
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
         self._go_on()
 
     def close(self) -> None:
-        """It holds nothing any more, and will not."""
+        """Release all bytes, and count no more."""
         if self.closed:
             return
         for what in range(len(self._counts)):

@@ -1,4 +1,4 @@
-"""Daemon: everything `penstock up` runs, started and stopped in order."""
+"""Everything that `penstock up` runs, started and stopped in order."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ class Daemon:
 
     def __init__(self, folder: str | Path, settings: Settings) -> None:
         self.folder = Path(folder)
-        self.settings, self._room = descriptors.within_limit(broker_settings(settings))
+        self.settings, self._client_room = descriptors.within_limit(broker_settings(settings))
         if self.settings.server.max_connections < settings.server.max_connections:
             log.warning(
                 "open files leave room for fewer clients",
-                extra={"clients": self._room, "allowed": settings.server.max_connections},
+                extra={"clients": self._client_room, "allowed": settings.server.max_connections},
             )
         self.ports: dict[str, int] = {}
         self.ready = False
-        # Its loop never waits for a sync: a disk that hangs must not keep a broker from saying so.
+        # The loop never waits for a sync: the broker must answer probes even while the disk hangs.
         self.engine = EmbeddedEngine(RealDisk(self.folder), self.settings, runtime=Runtime())
         self.engine.lease_hold_s = self.settings.server.session_s
         self.counters = Counters()
@@ -61,19 +61,19 @@ class Daemon:
         self._zmq = ZmqServer(self.settings, self.broker, self.broker.client_bytes)
         self._fanout = Fanout(self.settings, self.counters)
         self._http: HttpServer | None = None
-        self._beside: list[asyncio.Task[None]] = []
+        self._background: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Recover the folder, then listen: HTTP first, so that probes see it coming."""
+        """Recover the folder, then listen: HTTP first, so that probes see the broker starting."""
         telemetry = self.settings.telemetry
         if telemetry.otlp_endpoint:
             tracing.configure(telemetry.otlp_endpoint, "penstock", telemetry.sample_ratio)
         await self.engine.open()
         try:
-            with contextlib.suppress(DiskFull):  # `/ready` says so; what is there can be read
-                await self.engine.flush()  # looks for room for the first journal file
+            with contextlib.suppress(DiskFull):  # `/ready` reports it; stored events can be read
+                await self.engine.flush()  # allocates the first journal file
             self.broker.start()
-            self._run_beside(Troubles().watch(self.engine), "penstock-troubles")
+            self._run_in_background(Troubles().watch(self.engine), "penstock-troubles")
             server = self.settings.server
             if server.http:
                 self.ports["http"] = await self._serve_http(server.http)
@@ -92,17 +92,17 @@ class Daemon:
         self.ready = True
 
     async def _serve_http(self, listen: str) -> int:
-        gauge = PressureMonitor(self.engine, self.counters)
-        self._run_beside(gauge.run(), "penstock-gauge")
+        monitor = PressureMonitor(self.engine, self.counters)
+        self._run_in_background(monitor.run(), "penstock-gauge")
         metrics = Metrics(
-            self.engine, self.counters, gauge, self.broker.fastpath, self.broker.client_bytes
+            self.engine, self.counters, monitor, self.broker.fastpath, self.broker.client_bytes
         )
-        surface = AdminContext(
+        context = AdminContext(
             self.engine, self.settings, self.authenticator,
             obstacles=self.obstacles,
             ask=self.broker.ask,
         )  # fmt: skip
-        app = build_app(surface, [*metrics_routes(metrics.collect), *pressure_routes(gauge.read)])
+        app = build_app(context, [*metrics_routes(metrics.collect), *pressure_routes(monitor.read)])
         host, port = parse_address(listen, "server.http")
         server = self.settings.server
         self._http = HttpServer(
@@ -112,28 +112,28 @@ class Daemon:
         return await self._http.start()
 
     def obstacles(self) -> list[str]:
-        """What keeps a client that comes now from publishing."""
+        """The reasons why a client cannot publish at the moment."""
         if not self.ready or self.broker.draining:
             return ["draining" if self.broker.draining else "starting"]
         return obstacles(
             self.engine, clients=len(self.broker.connections),
-            most_clients=self.settings.server.max_connections, room=self._room,
+            most_clients=self.settings.server.max_connections, room=self._client_room,
         )  # fmt: skip
 
-    def _run_beside(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        self._beside.append(asyncio.create_task(work, name=name))
+    def _run_in_background(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        self._background.append(asyncio.create_task(work, name=name))
 
     async def stop(self) -> None:
-        """Drain: no new clients, answers to what was asked, then everything down."""
+        """Drain (no new clients, answers to open requests), then stop everything."""
         self.ready = False
         await self.broker.drain(self.settings.server.drain_s)
         await self._tcp.stop()
         await self._zmq.stop()
         self.engine.on_commit = None
         self._fanout.stop()
-        for task in self._beside:
+        for task in self._background:
             task.cancel()
-        await asyncio.gather(*self._beside, return_exceptions=True)
+        await asyncio.gather(*self._background, return_exceptions=True)
         if self._http is not None:
             await self._http.stop()
         await self.engine.close()

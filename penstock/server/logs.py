@@ -5,14 +5,13 @@ A record is an event in a few words, and fields beside it, which `extra` carries
     log = logging.getLogger("penstock.server")
     log.info("client connected", extra={"peer": "10.0.0.7:40112", "tenant": "acme"})
 
-Lines are written by a thread, so that a terminal or a pipe that nobody reads never stops the
-broker; what does not fit its queue is counted and told later. It writes some times a second: whenever
-it wakes up, the broker's loop waits for it.
+A thread writes the lines, so that a terminal or a pipe without a reader never stops the broker; lines
+that do not fit its queue are counted, and a later line says how many. The thread writes a few times a
+second, because the broker's loop waits whenever it wakes up.
 
-LogQuota: so many lines a second about clients that are refused, however many there are.
-
-A line costs the broker's loop about as much as an event. Whoever sends broken frames all day must not
-be able to spend that; `penstock_frame_errors_total` counts them all.
+`LogQuota` limits the lines about refused clients. A line costs the broker's loop about as much as an
+event, and a client that sends broken frames all day must not be able to spend that;
+`penstock_frame_errors_total` counts all of them.
 """
 
 from __future__ import annotations
@@ -31,20 +30,18 @@ import msgspec
 
 from penstock.log.disk import NO_ROOM
 
-# -- logs -----------------------------------------------------------------------------------------
-
-
 ROOT = "penstock"
 QUEUE_LINES = 10_000  # a few MB: minutes of a busy broker, and never more than that in memory
-GATHER_S = 0.05  # from a line to its being written, with all that came meanwhile
+GATHER_S = 0.05  # the first line waits this long, so that one write takes all that follow it
 FLUSH_S = 2.0  # how long an ending process waits for its reader; after that the lines are lost
-MAX_FIELD_CHARS = 2_000  # a peer may choose what is in a field: it gets no more room than this
+MAX_FIELD_CHARS = 2_000  # a client may choose the text of a field, and gets no more room than this
+LINES_PER_S = 10  # of one quota: enough to see who is refused, and why
 OWN = frozenset({"time", "level", "event", "logger", "error"})
-"""Names of a line itself; a field of that name is shown as `field_...`."""
+"""Names that every line has; a field with such a name is shown as `field_...`."""
 _BARE = frozenset(
     {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName", "color_message"}
 )
-"""What a record has without anybody's fields; the last one is uvicorn's."""
+"""Attributes of every record, which are no fields; the last one is uvicorn's."""
 _PLAIN = re.compile(r"[\w.:/@+,\[\]-]+")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
@@ -53,9 +50,9 @@ Level = Literal["debug", "info", "warning", "error"]
 
 
 def configure(form: Format, level: Level, stream: TextIO | None = None) -> Background:
-    """Set logging up for this process, for our records and everybody else's; again replaces it.
+    """Set logging up for this process, our records and those of libraries; a second call replaces it.
 
-    Libraries are heard from `warning` on. Close what is returned before the process ends.
+    Libraries log from `warning` on. Close the returned handler before the process ends.
     """
     root = logging.getLogger()
     for old in [each for each in root.handlers if isinstance(each, Background)]:
@@ -75,9 +72,9 @@ class Background(logging.Handler):
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
         self.dropped = 0
-        """Lines that found the queue full and nobody has been told about yet."""
+        """Lines lost because the queue was full, not reported yet."""
         self.unwritten = 0
-        """The same for lines that found the disk full."""
+        """Lines lost because the disk was full, not reported yet."""
         self._stream = stream
         self._lines: queue.Queue[str | None] = queue.Queue(QUEUE_LINES)
         self._ending = threading.Event()
@@ -88,18 +85,18 @@ class Background(logging.Handler):
         """Take one record; called with the handler's lock held."""
         try:
             line = self.format(record)
-        except Exception as error:  # a field that cannot be shown must not stop what it tells about
+        except Exception as error:  # a field that cannot be shown must not fail the caller
             line = f"a log record of {record.name} cannot be shown: {error!r}"
         try:
             if self.dropped:
                 why = "nobody read stderr fast enough"
-                self._lines.put_nowait(self._confession(self.dropped, why))
+                self._lines.put_nowait(self._loss_report(self.dropped, why))
                 self.dropped = 0
             self._lines.put_nowait(line)
         except queue.Full:
             self.dropped += 1
 
-    def _confession(self, count: int, why: str) -> str:
+    def _loss_report(self, count: int, why: str) -> str:
         fields = {"count": count, "why": why}
         about = {"name": ROOT, "msg": "log lines were lost", "levelname": "WARNING"}
         return self.format(logging.makeLogRecord({**about, **fields}))
@@ -116,12 +113,12 @@ class Background(logging.Handler):
             try:
                 self._write([line for line in lines if line is not None])
             except (OSError, ValueError):
-                # Stderr is gone, and there is nowhere left to say so.
+                # Stderr is gone, and nothing is left to report it to.
                 return
 
     def _write(self, lines: list[str]) -> None:
-        """Write these; when the disk is full they are lost, and the next that are written say so."""
-        told = [self._confession(self.unwritten, "the disk was full")] if self.unwritten else []
+        """Write these lines; on a full disk they are lost, and the next lines report how many."""
+        told = [self._loss_report(self.unwritten, "the disk was full")] if self.unwritten else []
         try:
             self._stream.write("".join(f"{line}\n" for line in [*told, *lines]))
             self._stream.flush()
@@ -132,10 +129,10 @@ class Background(logging.Handler):
             self.unwritten += len(lines)
 
     def flush(self) -> None:
-        """The thread flushes whenever it has written."""
+        """Does nothing: the thread flushes after each write."""
 
     def close(self) -> None:
-        """Write what waits, for a short time, and end the thread."""
+        """Write the waiting lines, within FLUSH_S, and end the thread."""
         self._ending.set()
         deadline = time.monotonic() + FLUSH_S
         while self._thread.is_alive() and time.monotonic() < deadline:
@@ -177,7 +174,7 @@ class TextLines(logging.Formatter):
         """One line, whatever is in the fields; a traceback follows on lines of its own."""
         head = f"{_moment(record)} {record.levelname.lower():<7} {record.getMessage()}"
         fields = " ".join(f"{name}={_shown(value)}" for name, value in _fields(record).items())
-        # A client may choose what is in a field: it must not steer the terminal it is read on.
+        # A client may choose the text of a field, which must not control the reader's terminal.
         line = _CONTROL.sub(_visible, f"{head}  {fields}".rstrip())
         if record.exc_info:
             line += "\n" + self.formatException(record.exc_info)
@@ -210,19 +207,13 @@ class JsonLines(logging.Formatter):
         }
         if record.exc_info:
             entry["error"] = self.formatException(record.exc_info)
-        # JSON itself would let some through that terminals obey; they stand inside strings only.
+        # JSON allows some control characters that terminals obey; they occur in strings only.
         text = msgspec.json.encode(entry, enc_hook=str).decode()
         return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
-# -- log_quota ------------------------------------------------------------------------------------
-
-
-LINES_PER_S = 10  # enough to see who it is and what is wrong
-
-
 class LogQuota:
-    """Warnings through a log, most of them left out when there are many.
+    """Warnings through a log, at most LINES_PER_S; further ones are counted and left out.
 
     >>> quota = LogQuota(logging.getLogger("example"), now=lambda: 0.0)
     >>> [quota.warning("client refused", peer="10.0.0.1:5") for _ in range(12)].count(True)
@@ -236,7 +227,7 @@ class LogQuota:
         self._lines = self._left_out = 0
 
     def warning(self, message: str, **extra: object) -> bool:
-        """Log it, unless there were many within this second; the next line says how many were left out."""
+        """Log it, unless this second has had enough; the next line says how many were left out."""
         now_s = self._now()
         if now_s - self._since_s >= 1.0:
             self._since_s, self._lines = now_s, 0

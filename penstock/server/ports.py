@@ -1,7 +1,7 @@
 """Where a broker listens: the addresses of its settings, and `ports.json` in its data folder.
 
-Port 0 takes any free port, so what is in force stands in a file: written when the broker is ready,
-removed when it has stopped. A broker that was killed leaves its file; the lock tells (`writer_of`).
+Port 0 takes any free port, so a running broker writes its ports to a file when it is ready, and removes
+the file when it stops. A killed broker leaves its file; the folder's lock shows that (`writer_of`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 FILE = "ports.json"
 SERVICES = ("zmq", "pub", "tcp", "http")
 """Fields of `server` that hold an address, in the order they are shown."""
-MAX_FILE_BYTES = 64 * 1024  # ours has under 1 KB; anything larger is something else
+MAX_FILE_BYTES = 64 * 1024  # `ports.json` has under 1 KB; a larger file is something else
 MAX_PORT = 65_535
 SCHEMES = {"zmq": "penstock+zmq", "pub": "tcp", "tcp": "penstock", "http": "http"}
 
@@ -42,7 +42,7 @@ class Address(NamedTuple):
 
 
 def parse_address(text: str, key: str = "address") -> Address:
-    """What a `HOST:PORT` means; `key` names the setting in the error.
+    """Parse `HOST:PORT`; `key` names the setting in the error.
 
     >>> parse_address("127.0.0.1:5557"), str(parse_address("[::1]:0"))
     (Address(host='127.0.0.1', port=5557), '[::1]:0')
@@ -50,7 +50,7 @@ def parse_address(text: str, key: str = "address") -> Address:
     host, colon, port = text.strip().rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     host = host[1:-1] if bracketed else host
-    # Eleven digits are no port, and int() of a long text takes time.
+    # A port has up to five digits, and int() of a long text takes time.
     number = int(port) if port.isascii() and port.isdecimal() and len(port) <= 5 else -1
     if not colon or not 0 <= number <= MAX_PORT:
         problem = f"the port must be 0 to {MAX_PORT}; 0 takes a free one"
@@ -68,7 +68,7 @@ def parse_address(text: str, key: str = "address") -> Address:
 
 
 def addresses(server: Server) -> dict[str, Address]:
-    """The services that are switched on and where they are to listen.
+    """The services that are switched on, with the addresses in the settings.
 
     >>> from penstock.model.settings import Server
     >>> {name: str(at) for name, at in addresses(Server(zmq="", pub="", http="")).items()}
@@ -79,7 +79,7 @@ def addresses(server: Server) -> dict[str, Address]:
 
 
 class Listening(msgspec.Struct, frozen=True, kw_only=True):
-    """A running broker, as `ports.json` tells others about it."""
+    """A running broker, as `ports.json` describes it."""
 
     pid: int
     host: str
@@ -87,16 +87,16 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
     since_us: int
     """Wall clock at the start."""
     uptime_us: int
-    """The machine's uptime then: together they show whether the wall clock was moved since."""
+    """The machine's uptime then: both together show whether the wall clock was set since."""
     ports: dict[str, int]
     addresses: dict[str, str]
     """Where each service listens."""
     urls: dict[str, str]
-    """The same for a client on this machine."""
+    """The URL of each service for a client on this machine."""
 
 
 def uptime_us() -> int:
-    """Microseconds since the machine was started, sleep included: no one can set this clock."""
+    """Microseconds since the machine was started, sleep included; this clock cannot be set."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 1_000
 
 
@@ -128,13 +128,13 @@ def _url(service: str, address: Address, server: Server) -> str:
 
 
 def write_ports(folder: str | Path, record: Listening) -> None:
-    """Write `ports.json`: there completely or not at all."""
+    """Write `ports.json`, completely or not at all."""
     text = msgspec.json.format(msgspec.json.encode(record), indent=2)
     write_file(RealDisk(folder), FILE, [text, b"\n"])
 
 
 def read_ports(folder: str | Path) -> Listening | None:
-    """What `ports.json` says, or None without one; it may be left over from a broker that was killed."""
+    """Read `ports.json`; None without one. It may be left over from a killed broker."""
     path = Path(folder) / FILE
     try:
         with path.open("rb") as file:
@@ -152,20 +152,20 @@ def read_ports(folder: str | Path) -> Listening | None:
 
 def remove_ports(folder: str | Path) -> None:
     """Remove `ports.json` if this process wrote it."""
-    with contextlib.suppress(Corrupted):  # not ours, then
+    with contextlib.suppress(Corrupted):  # another process wrote it, then
         record = read_ports(folder)
         if record is not None and (record.pid, record.host) == (os.getpid(), socket.gethostname()):
             (Path(folder) / FILE).unlink(missing_ok=True)
 
 
 def clear_stale_ports(folder: str | Path) -> None:
-    """Remove what a killed broker left, so that nobody takes it for the one that is starting."""
+    """Remove the file of a killed broker, so that it does not pass for that of the starting one."""
     if (Path(folder) / FILE).exists() and writer_of(folder) is None:
         (Path(folder) / FILE).unlink(missing_ok=True)
 
 
 def writer_of(folder: str | Path) -> str | None:
-    """Who writes the folder, as the holder of its lock wrote it; found without touching the lock."""
+    """The process that writes the folder, as its lock file describes it; the lock is not touched."""
     path = Path(folder) / "lock"
     try:
         status = path.stat()

@@ -1,4 +1,4 @@
-"""Reload: new admission limits and keys while the broker runs, from the files it was started with.
+"""New admission limits and keys for a running broker, from the files it was started with.
 
 A broker reads its settings file, and the files with its keys, again on SIGHUP and when one of them
 changes. Admission limits and the keys of `auth` take effect at once; every other setting waits for a
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock.server.reload")
 
 LOOK_S = 1.0
-"""Between two looks at the file. A change counts once it has rested for one look, so that a file
-is not read while an editor writes it."""
+"""Between two looks at the file. A changed file is read when it stayed the same for one look, and so not
+while an editor writes it."""
 
 MAX_NAMED = 20
 """Changed settings that one log line names; more are counted."""
@@ -41,7 +41,7 @@ Stamp = tuple[tuple[int, int, int] | None, ...]
 
 
 def broker_settings(settings: Settings) -> Settings:
-    """Settings with the limits of a broker where none are set: a broker does not trust its clients.
+    """Settings with a broker's default limits where none are set: a broker does not trust its clients.
 
     >>> from penstock.model.settings import Admission, Settings
     >>> broker_settings(Settings(admission=Admission(max_queued_direct=7))).admission.max_queued_direct
@@ -59,12 +59,12 @@ def broker_settings(settings: Settings) -> Settings:
 
 
 def limits_of(settings: Settings) -> AdmissionLimits:
-    """The admission group as the admission machine takes it."""
+    """The admission settings as limits of the admission machine."""
     return msgspec.convert(settings.admission, AdmissionLimits, from_attributes=True)
 
 
 class Reloader:
-    """Puts what a settings file says about admission, and keys, in force, again and again."""
+    """Watches the settings file and the key files, and puts new limits and keys in force."""
 
     def __init__(
         self,
@@ -75,12 +75,12 @@ class Reloader:
         authenticator: Authenticator | None = None,
     ) -> None:
         self.settings = settings
-        """What is in force for admission, and what the rest would be after a restart."""
+        """Admission and keys as in force; the other settings as they would be after a restart."""
         self._admission = admission
         self._started = settings
         self._load = load
         self._path = None if path is None else Path(path)
-        self._doorkeeper = authenticator
+        self._authenticator = authenticator
         self._wake = asyncio.Event()
         self._loaded = self._stamp()
 
@@ -89,7 +89,7 @@ class Reloader:
         self._wake.set()
 
     async def watch(self) -> None:
-        """Reload on request and when the file changes, for as long as it is not cancelled."""
+        """Reload on request and when a file changes, until it is cancelled."""
         before = self._loaded
         while True:
             asked = await self._pause()
@@ -119,8 +119,8 @@ class Reloader:
             limits = limits_of(settings)
             renewed = await self._keys(settings.auth)
             self._admission.reload(limits)
-            if renewed is not None and self._doorkeeper is not None:
-                self._tell_of_keys(about, self._doorkeeper.change(renewed), renewed)
+            if renewed is not None and self._authenticator is not None:
+                self._log_keys(about, self._authenticator.change(renewed), renewed)
         except (PenstockError, OSError, ValueError) as error:
             log.error("reload refused", extra={**about, "problem": str(error), "kept": KEPT})
             return False
@@ -134,15 +134,15 @@ class Reloader:
         return True
 
     async def _keys(self, auth: Auth) -> Keys | None:
-        """The keys that settings name now, if they may take the place of those in force."""
-        if self._doorkeeper is None:
+        """The keys of new settings; raises when they cannot replace those in force."""
+        if self._authenticator is None:
             return None
         keys = await asyncio.to_thread(keys_of, auth)
-        self._doorkeeper.check_change(keys)
+        self._authenticator.check_change(keys)
         return keys
 
     @staticmethod
-    def _tell_of_keys(about: dict[str, str], changed: bool, keys: Keys) -> None:
+    def _log_keys(about: dict[str, str], changed: bool, keys: Keys) -> None:
         if changed:
             count = {"admin_tokens": len(keys.admin_tokens), "jwt_secrets": len(keys.secrets)}
             log.info("keys changed", extra={**about, **count})
@@ -155,14 +155,14 @@ class Reloader:
             log.info("limits changed", extra={**about, "count": len(now), "changes": named})
         else:
             log.info("limits unchanged", extra=about)
-        at_once = ("admission.",) if self._doorkeeper is None else ("admission.", "auth.")
+        at_once = ("admission.",) if self._authenticator is None else ("admission.", "auth.")
         later = [key for key in changes(self._started, settings) if not key.startswith(at_once)]
         if later:
             fields = {"count": len(later), "settings": later[:MAX_NAMED]}
             log.warning("settings wait for a restart", extra=fields)
 
     def _stamp(self) -> Stamp | None:
-        """What tells one content of the files from the next; None when there is no settings file."""
+        """Changes when one of the files does; None when there is no settings file."""
         auth = self.settings.auth
         keys = [Path(name) for name in (auth.admin_token_file, auth.jwt_secret_file) if name]
         main = None if self._path is None else _stamp_of(self._path)
@@ -180,7 +180,7 @@ def _stamp_of(path: Path) -> tuple[int, int, int] | None:
 
 
 def changes(before: Settings, after: Settings) -> dict[str, tuple[Any, Any]]:
-    """Each setting that differs, with both values; secrets are not shown.
+    """Each setting that differs, with both values; secrets are hidden.
 
     >>> from penstock.model.settings import Admission, Settings
     >>> changes(Settings(), Settings(admission=Admission(max_global_ingress=5)))
@@ -200,7 +200,7 @@ def hidden(key: str) -> bool:
 
 
 def flat(settings: Settings) -> dict[str, Any]:
-    """Every setting by its dotted name, each limit that a tenant has on its own."""
+    """Every setting by its dotted name, and each limit of a single tenant."""
     found: dict[str, Any] = {}
     for group in settings.__struct_fields__:
         table = getattr(settings, group)

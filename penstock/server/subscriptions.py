@@ -1,8 +1,12 @@
-"""Direct consumers: a client that registers with subscriptions has a group of its own (row T4).
+"""The subscriptions of one session, from Subscribe to their end.
 
-Outlets: the broker's end of a subscription, one for each feed of a session.
+`Subscriptions` opens and closes them by the number that the client gave each. A queue group pushes leased
+events to the client and takes its settlements (`QueueSubscription`); a log group answers fetches, one
+batch at a time (`LogSubscription`). A client that registers topics in its Hello is a direct consumer, with
+a queue group of its own, known by the client's name.
 
-Feeds: the subscriptions of one session, from Subscribe to their end.
+A client that reconnects keeps its deliveries; after a restart of the broker it names those that it holds,
+and they are leased to it again.
 """
 
 from __future__ import annotations
@@ -22,7 +26,6 @@ from penstock.core.routes import DIRECT
 from penstock.engines.embedded.delivery import Inbox, LeasedBatch, LeasedRange
 from penstock.engines.embedded.log_groups import LogReader
 from penstock.engines.engine import Handed, Subscribe
-from penstock.engines.engine import Subscribe as Wanted
 from penstock.model.errors import (
     BusClosed,
     DeliveryError,
@@ -32,7 +35,7 @@ from penstock.model.errors import (
 )
 from penstock.model.event import Identity
 from penstock.model.settings import Delivery
-from penstock.server.validation import check_subscribe, wanted_by
+from penstock.server.validation import check_subscribe, to_engine
 from penstock.wire import message as say
 from penstock.wire.frame import Frame, Kind
 from penstock.wire.message import (
@@ -54,49 +57,36 @@ if TYPE_CHECKING:
     from penstock.server.broker import Broker
     from penstock.server.session import Session
 
-# -- direct ---------------------------------------------------------------------------------------
-
-
-def direct_wish(hello: Hello, identity: Identity, settings: Delivery) -> Subscribe:
-    """The subscription that a client's Hello stands for; it is known by the client's name."""
-    spec = GroupSpec(
-        tuple(hello.subscriptions),
-        retry=Retry(settings.ladder_ms, settings.max_attempts),
-        lease_s=settings.lease_s,
-        start="latest",
-    )
-    inflight = hello.max_inflight or MAX_HELD_EVENTS  # the limits in force say what it gets
-    return Subscribe(f"{DIRECT}{hello.client}", spec, hello.client, inflight, identity)
-
-
-# -- outlet ---------------------------------------------------------------------------------------
-
-
 log = logging.getLogger("penstock.server")
 
 CONNECTION_CLOSED = "its consumer closed the connection, and did not come back in time"
-# An honest client settles an event once and extends it now and then between two reports.
+# Open feeds of one session.
+MAX_FEEDS = 1_024
+# The feed of a direct consumer; clients number their own feeds from 1.
+DIRECT_FEED = 0
+# Calls for each event in one settlement: a client settles an event once, and extends it now and then.
 MOST_CALLS = 16
-MOST_REFUSALS = 100  # of one delivery that is gone; one would tell the client as much
-# Deliveries held before those that ran out are looked for: most are settled long before.
+# Refused settlements of a delivery that is gone; one would tell the client as much.
+MOST_REFUSALS = 100
+# Deliveries held before the expired ones are looked for: most are settled long before.
 SWEEP_LEAST = 16
 
 
 class QueueSubscription:
     """Pushes leased events to a client, as far as its credit and its connection go."""
 
-    def __init__(self, session: Session, feed: int, wanted: Wanted, inbox: Inbox) -> None:
+    def __init__(self, session: Session, feed: int, wanted: Subscribe, inbox: Inbox) -> None:
         self.wanted = wanted
         self.held: dict[int, LeasedRange] = {}
-        """Deliveries of which something is not settled yet, and some that ran out since the last sweep."""
+        """Deliveries with unsettled events, and some that expired since the last sweep."""
         self._sweep_above = SWEEP_LEAST
         self._session = session
         self._feed = feed
         self._inbox = inbox
         self._waits = False
-        """The task has something in hand for which there is no room."""
+        """The task holds a delivery and waits for room in the send buffer."""
         inbox.taker = self._take
-        self._task = asyncio.create_task(self._run(), name=f"penstock-outlet-{wanted.group}")
+        self._task = asyncio.create_task(self._run(), name=f"penstock-subscription-{wanted.group}")
 
     async def _run(self) -> None:
         try:
@@ -106,28 +96,28 @@ class QueueSubscription:
                 await self._session.room()
                 self._waits = False
                 self._deliver(leased)
-                del leased  # its events are the client's
+                del leased  # the client has its events now
                 self._go_on()
         except Exception as error:
             self._failed(error)
 
     def _take(self, leased: LeasedBatch) -> bool:
-        """Send what arrived at once: waiting for the task's turn would take as long as all of this."""
+        """Send a delivery at once: waiting for the task's turn would take as long as sending it."""
         try:
             if self._waits or not self._session.has_room:
-                # What waits for it lies in memory, of whatever size; the rest can wait in the log.
+                # The delivery that waits lies in memory, whatever its size; the rest can wait in the log.
                 self._inbox.member.paused = True
                 return False
             self._deliver(leased)
         except Exception as error:
-            # The commit loop called, which serves all the others.
+            # The caller is the commit loop, which must go on for all other members.
             self._inbox.taker = None
             self._task.cancel()
             asyncio.get_running_loop().call_soon(self._failed, error)
         return True
 
     def _go_on(self) -> None:
-        """All that it was leased is on its way: it may be leased more."""
+        """Allow more leases: all deliveries have been sent."""
         if self._inbox.member.paused and self._inbox.empty:
             self._inbox.member.paused = False
             self._session.dispatcher().touched(self._inbox.group)
@@ -138,10 +128,9 @@ class QueueSubscription:
         self.send(leased)
 
     def _sweep(self) -> None:
-        """Forget what ran out: nobody settles it any more.
+        """Forget deliveries that expired without being settled.
 
-        Only what has doubled since the last time is looked through, so each delivery pays for one look
-        or two.
+        It runs when the number held has doubled, so each delivery is looked at about once or twice.
         """
         for number in list(self.held):
             self.drop_settled(number)
@@ -154,13 +143,13 @@ class QueueSubscription:
         if not isinstance(error, PenstockError):
             log.error("a feed failed", exc_info=error, extra={"group": self.wanted.group})
             error = PenstockError(f"the broker failed: {error!r}")
-        if self._session.feeds.get(self._feed) is self:  # not one that was opened meanwhile
+        if self._session.feeds.get(self._feed) is self:  # and not one opened meanwhile
             self._session.feeds.stopped(self._feed, error)
 
     async def adopt(self, held: list[Held], *, alone: bool = False) -> dict[int, list[int]]:
-        """Take up what the client held before the broker was restarted; the rest of it comes again.
+        """Lease again what the client held before the broker restarted; other events are delivered again.
 
-        `alone`: nobody else consumes for the group, so nothing is in other hands.
+        `alone`: the group has no other members, so no other member can hold an event.
         """
         for each in held:
             leased = self._session.dispatcher().adopt(
@@ -169,12 +158,12 @@ class QueueSubscription:
             if leased is not None:
                 self.held[each.delivery] = leased
                 leased.handed(0, min(each.handed, each.count), each.left_s)
-            await asyncio.sleep(0)  # there may be many, and others wait for the loop
+            await asyncio.sleep(0)  # there may be many, and other tasks need the loop
         self._session.dispatcher().release(self._inbox, alone=alone)
         return self.in_hand(held)
 
     def in_hand(self, held: list[Held]) -> dict[int, list[int]]:
-        """Of each of these deliveries that is leased to the client, the indices that are."""
+        """The indices still leased to the client, for each of these deliveries that has any."""
         adopted: dict[int, list[int]] = {}
         for each in held:
             leased = self.held.get(each.delivery)
@@ -185,7 +174,7 @@ class QueueSubscription:
         return adopted
 
     def resume(self, known: Collection[int]) -> None:
-        """Its client is back and has these deliveries; what it was sent besides comes again."""
+        """The client is back and has these deliveries; deliver others again that it was sent."""
         self._sweep()
         lost = [number for number in self.held if number not in known]
         for number in lost:
@@ -196,11 +185,11 @@ class QueueSubscription:
         self._go_on()
 
     def pause(self) -> None:
-        """Its client is away: what comes now is for others."""
+        """The client is away: new events go to other members."""
         self._inbox.member.paused = True
 
     def give_up(self) -> None:
-        """Its client did not come back in time: what it was leased goes to others, the feed stays."""
+        """The client did not reconnect in time: return its leases to the group, and keep the feed."""
         self.held.clear()
         self._session.dispatcher().take_back(self._inbox, (), CONNECTION_CLOSED, away=True)
 
@@ -211,7 +200,7 @@ class QueueSubscription:
         await asyncio.gather(self._task, return_exceptions=True)
 
     def send(self, leased: LeasedBatch) -> None:
-        """Send a delivery; from then on its events are the client's, and not kept here."""
+        """Send a delivery; the broker keeps its lease, and not its events."""
         batch, states, shift = leased.batch, leased.lease.states, leased.shift
         if leased.open == batch.count:
             skip: list[int] = []
@@ -234,7 +223,7 @@ class QueueSubscription:
             self.drop_settled(number)
 
     def settle(self, settlement: Settlement) -> None:
-        """Take over what the client says became of a delivery."""
+        """Apply the acks, nacks, rejects, extensions and returns of a delivery."""
         number = settlement.delivery
         leased = self.held[number]
         leased.handed(0, min(settlement.handed, leased.count))
@@ -264,7 +253,7 @@ class QueueSubscription:
         self.drop_settled(number)
 
     def at_work(self) -> bool:
-        """Whether the consumer was handed events that it has not settled."""
+        """Whether the client's consumer was handed events that it has not settled."""
         for leased in self.held.values():
             handed = min(len(leased.lease.deadlines), leased.shift + leased.count)
             if leased.lease.states.count(OUT, leased.shift, handed):
@@ -292,7 +281,7 @@ class QueueSubscription:
         return False
 
     async def leave(self) -> None:
-        """Leave the group, in this turn of the loop; what is not settled returns to it."""
+        """Leave the group, in this turn of the loop; unsettled events return to the group."""
         self._task.cancel()
         self._inbox.taker = None
         await self._inbox.close()
@@ -305,23 +294,23 @@ class QueueSubscription:
 
 
 class LogSubscription:
-    """Answers a client's fetches, one batch at a time, so that it alone sets the pace."""
+    """Answers a client's fetches, one batch at a time, so that the client sets the pace."""
 
-    def __init__(self, wanted: Wanted, reader: LogReader) -> None:
+    def __init__(self, wanted: Subscribe, reader: LogReader) -> None:
         self.wanted = wanted
         self.reader = reader
         self._fetching: asyncio.Task[Handed] | None = None
         self._last: Handed | None = None
-        """What was handed out last: the reader is past it, and its answer may never have arrived."""
+        """The last batch handed out: the reader is past it, and the answer may never have arrived."""
         self._askers: set[int] = set()
         """The requests that were answered with it."""
         self._newest = 0
-        """The last request that was answered at all."""
+        """The latest request that was answered."""
 
     async def fetch(self, request: int) -> Handed:
-        """The next batch, or the same again for a request that comes again.
+        """The next batch, or the same batch for a repeated request.
 
-        A fetch that was given up is taken up by the next one.
+        When a request is cancelled, its fetch goes on, and the next request gets the batch.
         """
         again = self._again(request)
         if again is not None:
@@ -341,18 +330,18 @@ class LogSubscription:
         return handed
 
     async def _receive(self) -> Handed:
-        self._last = None  # whoever asks for the next one has it
+        self._last = None  # a request for the next batch confirms that the client has this one
         self._askers.clear()
         self._last = await self.reader.receive()
         return self._last
 
     def _again(self, request: int) -> Handed | None:
-        """What a request was answered with before, unless the group was set elsewhere since."""
+        """The earlier answer to a repeated request, unless the group was reset since."""
         if self._last is not None and request in self._askers:
             batch, epoch = self._last
             return self._last if epoch == self.reader.epoch(batch.topic, batch.partition) else None
         if request <= self._newest:
-            # The next batch in place of one that is not here any more would hide that it is missing.
+            # Answering with the next batch would hide that the client misses the earlier one.
             raise DeliveryError(
                 f"fetch {request} came again after a later one, or after its answer was confirmed; "
                 "nothing was handed out. Fetch one batch at a time; subscribe again, and all that is "
@@ -361,21 +350,21 @@ class LogSubscription:
         return None
 
     def forget_before(self, request: int) -> None:
-        """The client has all answers to requests before this one."""
+        """Drop the last batch when the client has all answers to requests before this one."""
         if self._newest < request:
             self.forget()
 
     def forget(self) -> None:
-        """Keep the last batch no longer, whether its answer arrived or not."""
+        """Drop the last batch, whether its answer arrived or not."""
         self._last = None
 
     @property
     def kept_bytes(self) -> int:
-        """What the last batch takes that is kept for a client that may ask again."""
+        """The bytes of the last batch, kept because the client may repeat its request."""
         return 0 if self._last is None else self._last.batch.size_bytes
 
     def mark(self, commit: Commit) -> None:
-        """The client is through with everything before these offsets."""
+        """The client has processed everything before these offsets."""
         epochs = commit.epochs or [
             self.reader.epoch(topic, partition) for topic, partition, _ in commit.marks
         ]
@@ -397,8 +386,167 @@ class LogSubscription:
             await asyncio.gather(self._fetching, return_exceptions=True)
 
 
+class Subscriptions(dict[int, QueueSubscription | LogSubscription]):
+    """The open subscriptions of one session, by the feed number that the client gave each."""
+
+    def __init__(self, broker: Broker, session: Session) -> None:
+        self.ended: dict[int, Frame] = {}
+        """The frames that tell the client of feeds that ended by themselves."""
+        self._broker = broker
+        self._session = session
+        self._opening: dict[int, asyncio.Future[None]] = {}
+
+    # -- opened and closed by the client -------------------------------------------------------
+
+    async def subscribe(self, frame: Frame) -> Frame:
+        """Open a feed."""
+        request = decode(frame.meta, say.Subscribe)
+        check_subscribe(request)
+        taken = {*self, *self._opening}
+        if request.feed in taken or request.feed == DIRECT_FEED or len(taken) >= MAX_FEEDS:
+            raise InvalidInput(f"feed {request.feed} is open already, or {MAX_FEEDS} are")
+        wanted = to_engine(request, self._session.identity)
+        self._session.may_read(request.spec.patterns)
+        self.ended.pop(request.feed, None)
+        opening = self._opening[request.feed] = asyncio.get_running_loop().create_future()
+        adopted: dict[int, list[int]] = {}
+        try:
+            feed = await self._broker.join(wanted)
+            if isinstance(feed, Inbox):
+                subscription = QueueSubscription(self._session, request.feed, wanted, feed)
+                adopted = await self._open_held(subscription, request.feed, request.held)
+            else:
+                self[request.feed] = LogSubscription(wanted, feed)  # type: ignore[arg-type]
+        finally:
+            del self._opening[request.feed]
+            opening.set_result(None)
+        return Frame(Kind.RESULT, frame.request, encode(say.Joined(adopted)))
+
+    async def _open_held(
+        self,
+        subscription: QueueSubscription,
+        feed: int,
+        held: list[say.Held],
+        *,
+        alone: bool = False,
+    ) -> dict[int, list[int]]:
+        """Open a feed with the deliveries that the client held; after an error there is no feed."""
+        self[feed] = subscription
+        try:
+            return await subscription.adopt(held, alone=alone)
+        except BaseException:
+            if self.get(feed) is subscription:
+                del self[feed]
+            await subscription.leave()
+            raise
+
+    async def open_direct(self) -> dict[int, list[int]]:
+        """Open the group of a direct consumer, for the topics in its Hello.
+
+        Returns the events that it holds from before a restart of the broker, as Joined does.
+        """
+        session, subscription = self._session, self.get(DIRECT_FEED)
+        hello = session.hello
+        if (
+            isinstance(subscription, QueueSubscription) and session.restored
+        ):  # that Welcome did not arrive
+            return subscription.in_hand(hello.held)
+        # A direct feed that ended stays ended: its client was told, and another may have its name now.
+        if not hello.subscriptions or subscription is not None or DIRECT_FEED in self.ended:
+            return {}
+        session.may_read(hello.subscriptions)
+        wanted = direct_subscription(hello, session.identity, self._broker.engine.settings.delivery)
+        inbox = await self._broker.join(wanted)
+        assert isinstance(inbox, Inbox)
+        subscription = QueueSubscription(session, DIRECT_FEED, wanted, inbox)
+        return await self._open_held(subscription, DIRECT_FEED, hello.held, alone=True)
+
+    async def unsubscribe(self, frame: Frame) -> Frame:
+        """Close a feed, if it is open."""
+        feed = decode(frame.meta, say.Feed).feed
+        await self.opened(feed)  # the client may unsubscribe while the feed is still being opened
+        if (subscription := self.pop(feed, None)) is not None:
+            await subscription.close()
+        return Frame(Kind.RESULT, frame.request, b"")
+
+    async def opened(self, *feeds: int) -> None:
+        """Wait until these feeds are open; without arguments, until all that are being opened are."""
+        for feed in feeds or tuple(self._opening):
+            if feed in self._opening:
+                await asyncio.shield(self._opening[feed])
+
+    async def close(self) -> list[str]:
+        """Leave all groups; returns the ephemeral ones, which belong to this session alone."""
+        for subscription in list(self.values()):
+            await subscription.close()
+        groups = [each.wanted.group for each in self.values() if each.wanted.spec.ephemeral]
+        self.clear()
+        return groups
+
+    async def suspend(self) -> None:
+        """Stop all feeds with the broker; leases of queue groups stay."""
+        for subscription in list(self.values()):
+            if isinstance(subscription, QueueSubscription):
+                await subscription.suspend()
+            else:
+                await subscription.close()
+        self.clear()
+
+    # -- looked up by the session --------------------------------------------------------------
+
+    def queues(self) -> list[QueueSubscription]:
+        """The subscriptions to queue groups."""
+        return [
+            subscription
+            for subscription in self.values()
+            if isinstance(subscription, QueueSubscription)
+        ]
+
+    def leased(self, delivery: int) -> LeasedRange | None:
+        """A delivery with unsettled events, by its number."""
+        for subscription in self.queues():
+            if delivery in subscription.held:
+                return subscription.held[delivery]
+        return None
+
+    def drop_settled(self, deliveries: set[int]) -> None:
+        """Forget these deliveries where they are settled."""
+        for subscription in self.queues():
+            for number in deliveries:
+                subscription.drop_settled(number)
+
+    def log(self, feed: int) -> LogSubscription:
+        """An open log feed; raises when it is not open."""
+        subscription = self.get(feed)
+        if not isinstance(subscription, LogSubscription):
+            if feed in self.ended:
+                raise to_error(decode(self.ended[feed].meta, say.Feed).fault)
+            raise BusClosed("the subscription is closed; subscribe again")
+        return subscription
+
+    def stopped(self, feed: int, error: PenstockError) -> None:
+        """End a feed whose group is gone or whose data cannot be read, and tell the client."""
+        self.pop(feed, None)
+        self.ended[feed] = stopped_frame(feed, error)
+        while len(self.ended) > MAX_FEEDS:
+            del self.ended[next(iter(self.ended))]
+        self._session.send(self.ended[feed])
+
+
+def direct_subscription(hello: Hello, identity: Identity, settings: Delivery) -> Subscribe:
+    """The subscription of a direct consumer, from its Hello; the group has the client's name."""
+    spec = GroupSpec(
+        tuple(hello.subscriptions),
+        retry=Retry(settings.ladder_ms, settings.max_attempts),
+        lease_s=settings.lease_s,
+        start="latest",
+    )
+    inflight = hello.max_inflight or MAX_HELD_EVENTS  # the limits in force decide what it gets
+    return Subscribe(f"{DIRECT}{hello.client}", spec, hello.client, inflight, identity)
+
+
 def _runs(acks: list[int], count: int) -> list[range]:
-    """The runs of a settlement within a batch; what lies outside is one index that is not there."""
+    """The runs of a settlement within a batch; parts outside become one index outside the batch."""
     runs = []
     for at in range(0, min(len(acks) - 1, 2 * count), 2):
         start, stop = acks[at], acks[at] + acks[at + 1]
@@ -407,11 +555,11 @@ def _runs(acks: list[int], count: int) -> list[range]:
 
 
 def refuse(session: Session, settlement: Settlement) -> None:
-    """A settlement of a delivery that is not held any more, in whichever feed it was."""
+    """Refuse a settlement of a delivery that is no longer held, in whichever feed it was."""
     late = LeaseExpired("the lease ended before the call; the event is or will come again")
     indices = [nack[0] for nack in settlement.nacks[:MOST_REFUSALS]]
     indices += [reject[0] for reject in settlement.rejects[:MOST_REFUSALS]]
-    # What is given back is not ours any more, as was wanted.
+    # Returned events need no answer: they are already back in their group.
     for run in _runs(settlement.acks[:MOST_REFUSALS], MAX_LEASE_EVENTS):
         indices += run
     session.count_settled("late", len(indices))
@@ -421,150 +569,5 @@ def refuse(session: Session, settlement: Settlement) -> None:
 
 
 def stopped_frame(feed: int, error: PenstockError) -> Frame:
-    """Tells a client that a feed has ended."""
+    """The frame that tells a client that a feed has ended."""
     return Frame(Kind.STOPPED, 0, encode(Feed(feed, to_fault(error))))
-
-
-# -- feeds ----------------------------------------------------------------------------------------
-
-
-MAX_FEEDS = 1_024  # of one session
-DIRECT_FEED = 0  # clients number their own feeds from 1
-
-
-class Subscriptions(dict[int, QueueSubscription | LogSubscription]):
-    """Those that are open, by the number the client gave them."""
-
-    def __init__(self, broker: Broker, session: Session) -> None:
-        self.ended: dict[int, Frame] = {}
-        """What the client is told of those that ended by themselves."""
-        self._broker = broker
-        self._session = session
-        self._opening: dict[int, asyncio.Future[None]] = {}
-
-    # -- opened and closed by the client -------------------------------------------------------
-
-    async def subscribe(self, frame: Frame) -> Frame:
-        """Open a feed."""
-        wish = decode(frame.meta, say.Subscribe)
-        check_subscribe(wish)
-        taken = {*self, *self._opening}
-        if wish.feed in taken or wish.feed == DIRECT_FEED or len(taken) >= MAX_FEEDS:
-            raise InvalidInput(f"feed {wish.feed} is open already, or {MAX_FEEDS} are")
-        wanted = wanted_by(wish, self._session.identity)
-        self._session.may_read(wish.spec.patterns)
-        self.ended.pop(wish.feed, None)
-        opening = self._opening[wish.feed] = asyncio.get_running_loop().create_future()
-        adopted: dict[int, list[int]] = {}
-        try:
-            feed = await self._broker.join(wanted)
-            if isinstance(feed, Inbox):
-                outlet = QueueSubscription(self._session, wish.feed, wanted, feed)
-                adopted = await self._taken_up(outlet, wish.feed, wish.held)
-            else:
-                self[wish.feed] = LogSubscription(wanted, feed)  # type: ignore[arg-type]
-        finally:
-            del self._opening[wish.feed]
-            opening.set_result(None)
-        return Frame(Kind.RESULT, frame.request, encode(say.Joined(adopted)))
-
-    async def _taken_up(
-        self, outlet: QueueSubscription, feed: int, held: list[say.Held], *, alone: bool = False
-    ) -> dict[int, list[int]]:
-        """Open a feed with what its client held; a client that hears of an error has none."""
-        self[feed] = outlet
-        try:
-            return await outlet.adopt(held, alone=alone)
-        except BaseException:
-            if self.get(feed) is outlet:
-                del self[feed]
-            await outlet.leave()
-            raise
-
-    async def open_direct(self) -> dict[int, list[int]]:
-        """Serve what the client registered for: a group of its own, known by its name (row T4).
-
-        Returns what it holds from before a restart of the broker, as Joined does.
-        """
-        session, outlet = self._session, self.get(DIRECT_FEED)
-        hello = session.hello
-        if (
-            isinstance(outlet, QueueSubscription) and session.restored
-        ):  # that Welcome did not arrive
-            return outlet.in_hand(hello.held)
-        # One that has ended stays so: its client was told, and another may have its name by now.
-        if not hello.subscriptions or outlet is not None or DIRECT_FEED in self.ended:
-            return {}
-        session.may_read(hello.subscriptions)
-        wanted = direct_wish(hello, session.identity, self._broker.engine.settings.delivery)
-        inbox = await self._broker.join(wanted)
-        assert isinstance(inbox, Inbox)
-        outlet = QueueSubscription(session, DIRECT_FEED, wanted, inbox)
-        return await self._taken_up(outlet, DIRECT_FEED, hello.held, alone=True)
-
-    async def unsubscribe(self, frame: Frame) -> Frame:
-        """Close a feed, if it is open."""
-        feed = decode(frame.meta, say.Feed).feed
-        await self.opened(feed)  # its client may have given up meanwhile
-        if (outlet := self.pop(feed, None)) is not None:
-            await outlet.close()
-        return Frame(Kind.RESULT, frame.request, b"")
-
-    async def opened(self, *feeds: int) -> None:
-        """Wait for a subscribe that came just before; without a feed for all of them."""
-        for feed in feeds or tuple(self._opening):
-            if feed in self._opening:
-                await asyncio.shield(self._opening[feed])
-
-    async def close(self) -> list[str]:
-        """Leave all groups; returns those that were only this session's."""
-        for outlet in list(self.values()):
-            await outlet.close()
-        groups = [each.wanted.group for each in self.values() if each.wanted.spec.ephemeral]
-        self.clear()
-        return groups
-
-    async def suspend(self) -> None:
-        """Stop all, as the broker does; what queues have leased stays leased."""
-        for outlet in list(self.values()):
-            if isinstance(outlet, QueueSubscription):
-                await outlet.suspend()
-            else:
-                await outlet.close()
-        self.clear()
-
-    # -- what is in them -----------------------------------------------------------------------
-
-    def queues(self) -> list[QueueSubscription]:
-        """Its feeds of leased events."""
-        return [outlet for outlet in self.values() if isinstance(outlet, QueueSubscription)]
-
-    def leased(self, delivery: int) -> LeasedRange | None:
-        """A delivery of which something is not settled."""
-        for outlet in self.queues():
-            if delivery in outlet.held:
-                return outlet.held[delivery]
-        return None
-
-    def drop_settled(self, deliveries: set[int]) -> None:
-        """Forget those of these deliveries that are settled."""
-        for outlet in self.queues():
-            for number in deliveries:
-                outlet.drop_settled(number)
-
-    def log(self, feed: int) -> LogSubscription:
-        """A log feed that is open."""
-        outlet = self.get(feed)
-        if not isinstance(outlet, LogSubscription):
-            if feed in self.ended:
-                raise to_error(decode(self.ended[feed].meta, say.Feed).fault)
-            raise BusClosed("the subscription is closed; subscribe again")
-        return outlet
-
-    def stopped(self, feed: int, error: PenstockError) -> None:
-        """A feed ended by itself: its group is gone, or the data cannot be read."""
-        self.pop(feed, None)
-        self.ended[feed] = stopped_frame(feed, error)
-        while len(self.ended) > MAX_FEEDS:
-            del self.ended[next(iter(self.ended))]
-        self._session.send(self.ended[feed])

@@ -1,7 +1,7 @@
-"""Inbound: what came over a wire, proven harmless before the engine sees it.
+"""Checks of messages from clients, before the engine sees their values.
 
-The engine trusts its callers: a number that does not fit its column would stop the writer of
-everybody, and a lease that is no number its timers.
+The engine trusts its callers: a number that does not fit its column would stop the writer for all
+clients, and a lease that is not a number would stop its timers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from penstock.core.entry import MAX_PATTERNS
 from penstock.engines.embedded.engine import EmbeddedEngine
 from penstock.engines.engine import ReadRange, Request
-from penstock.engines.engine import Subscribe as Wanted
+from penstock.engines.engine import Subscribe as EngineSubscribe
 from penstock.engines.requests import ExportAudit, PutSchedule
 from penstock.model.batch import EventBatch, check_columns
 from penstock.model.draft import Draft
@@ -36,35 +36,35 @@ from penstock.wire.message import MAX_LOG_HELD, DraftMeta, Hello, Subscribe
 
 REPLY_PREFIX = "_inbox."
 MAX_CODEC_BYTES = 255  # a batch has one byte for its length
-MAX_HEARTBEAT_S = 3_600.0  # as in `client.heartbeat_s`: a client cannot ask to be silent for ever
+MAX_HEARTBEAT_S = 3_600.0  # as in `client.heartbeat_s`: a silent client is dropped some time
 INT64 = (-(1 << 63), (1 << 63) - 1)
 RANGES = {"times_us": INT64, "expires_us": INT64, "priority": (0, 255)}
-"""What the columns of numbers hold."""
+"""The lowest and highest value of each column of numbers."""
 
 
 def check_hello(hello: Hello) -> None:
-    """Raise InvalidInput when a client introduces itself as what no client can be."""
+    """Raise InvalidInput when a Hello has values that no client can have."""
     text("client", hello.client, least=1, most=MAX_NAME_CHARACTERS)
     if len(hello.subscriptions) > MAX_PATTERNS or not 0 < hello.heartbeat_s <= MAX_HEARTBEAT_S:
         raise InvalidInput(
             f"a client has at most {MAX_PATTERNS} subscriptions and a heartbeat within "
             f"{MAX_HEARTBEAT_S:g} s, not {len(hello.subscriptions)} and {hello.heartbeat_s} s"
         )
-    if hello.max_inflight < 0:  # it would be welcome, and get nothing
+    if hello.max_inflight < 0:  # the client would be accepted, and never get an event
         raise InvalidInput(f"max_inflight is 0 or more, not {hello.max_inflight}")
 
 
-def check_subscribe(wish: Subscribe) -> None:
-    """Raise InvalidInput when a subscription asks for what no group can do."""
-    if wish.group.startswith("_") and not wish.spec.ephemeral:
-        raise InvalidInput(f"{wish.group!r} is no group name: '_' is for the bus itself")
-    _check_log_held(wish)
+def check_subscribe(request: Subscribe) -> None:
+    """Raise InvalidInput when a subscription asks for something that no group can do."""
+    if request.group.startswith("_") and not request.spec.ephemeral:
+        raise InvalidInput(f"{request.group!r} is no group name: '_' is for the bus itself")
+    _check_log_held(request)
 
 
-def _check_log_held(wish: Subscribe) -> None:
-    held = wish.log_held
-    if held and wish.spec.mode != "log":
-        raise InvalidInput(f"log_held is for mode 'log', not {wish.spec.mode!r}; use held")
+def _check_log_held(request: Subscribe) -> None:
+    held = request.log_held
+    if held and request.spec.mode != "log":
+        raise InvalidInput(f"log_held is for mode 'log', not {request.spec.mode!r}; use held")
     places = {(each.topic, each.partition) for each in held}
     if len(held) > MAX_LOG_HELD or len(places) < len(held):
         raise InvalidInput(
@@ -80,17 +80,21 @@ def _check_log_held(wish: Subscribe) -> None:
             )
 
 
-def wanted_by(wish: Subscribe, identity: Identity) -> Wanted:
-    """A client's subscription, once it is checked, as the engine knows it."""
+def to_engine(request: Subscribe, identity: Identity) -> EngineSubscribe:
+    """A client's subscription, checked, as the engine takes it."""
     handed = {
         (each.topic, each.partition): ReadRange(each.start, each.stop, each.epoch)
-        for each in wish.log_held
+        for each in request.log_held
     }
-    return checked(Wanted(wish.group, wish.spec, wish.member, wish.max_inflight, identity, handed))
+    return checked(
+        EngineSubscribe(
+            request.group, request.spec, request.member, request.max_inflight, identity, handed
+        )
+    )
 
 
 def check_transaction_key(key: bytes) -> None:
-    """Raise InvalidInput when the key of a transaction does not fit the table of known ones."""
+    """Raise InvalidInput when the key of a transaction does not fit the table of known keys."""
     if len(key) != TOKEN_BYTES:
         raise InvalidInput(
             f"the key of a transaction has {TOKEN_BYTES} bytes, not {len(key)}; nothing happened. "
@@ -100,7 +104,7 @@ def check_transaction_key(key: bytes) -> None:
 
 
 def check_request(request: Request) -> None:
-    """Raise InvalidInput when an administrative request would harm the broker later on."""
+    """Raise InvalidInput when an administrative request would harm the broker later."""
     if isinstance(request, PutSchedule):
         _check_codec(request.codec)
     if isinstance(request, ExportAudit) and not Path(request.folder).is_absolute():
@@ -112,20 +116,20 @@ def check_request(request: Request) -> None:
 
 
 def _check_codec(codec: str) -> None:
-    # The head of a batch holds it as ASCII: another name could be written, and not be read again.
+    # The head of a batch holds it as ASCII: another name could be written, but not read back.
     if not 0 < len(codec) <= MAX_CODEC_BYTES or not codec.isascii() or not codec.isprintable():
         raise InvalidInput(f"a codec's name is 1 to {MAX_CODEC_BYTES} printable ASCII characters")
 
 
 def owner(meta: DraftMeta, identity: Identity) -> str:
-    """The tenant that a draft counts for; raises when it is not the client's to publish for."""
+    """The tenant that a draft counts for; raises when the client may not publish for it."""
     check_topic(meta.topic, system=is_system(meta.topic))
     check_tenant(identity, meta.topic)
     return tenant_of(meta.topic) or identity.tenant
 
 
-def inbound(meta: DraftMeta, parts: Sequence[Bytes], identity: Identity, limits: Limits) -> Draft:
-    """The draft that a message and its part describe; raises what a local publish would raise."""
+def to_draft(meta: DraftMeta, parts: Sequence[Bytes], identity: Identity, limits: Limits) -> Draft:
+    """The draft in a message and its part, checked; raises the errors of a local publish."""
     tenant = owner(meta, identity)
     _check_codec(meta.codec)
     if meta.part < 0:
@@ -144,7 +148,7 @@ def inbound(meta: DraftMeta, parts: Sequence[Bytes], identity: Identity, limits:
 
 
 def check_tenant(identity: Identity, topic: str) -> None:
-    """A tenant publishes to its own topics and to those that belong to nobody."""
+    """A tenant publishes to its own topics and to topics without a tenant."""
     if ADMIN in identity.roles:
         return
     owner = tenant_of(topic)
@@ -161,7 +165,7 @@ def check_tenant(identity: Identity, topic: str) -> None:
 
 
 def check_read(engine: EmbeddedEngine, identity: Identity, patterns: Sequence[str]) -> None:
-    """A tenant reads its own topics and those that belong to nobody; an admin reads all."""
+    """A tenant reads its own topics and those without a tenant; an admin reads all."""
     if ADMIN in identity.roles:
         return
     own = Tenancy(engine, identity.tenant)
@@ -180,9 +184,9 @@ def check_read(engine: EmbeddedEngine, identity: Identity, patterns: Sequence[st
 
 
 def check_join(engine: EmbeddedEngine, identity: Identity, group: str) -> None:
-    """A tenant joins groups that read what it may read: a member is given what the group has to do.
+    """A tenant joins only groups whose topics it may read: a member gets any event of its group.
 
-    What a route leads to the group is not looked at: whoever made the route has decided that.
+    Events that a route leads to the group are not checked: an operator made the route on purpose.
     """
     known = engine.state.groups.get(group)
     if known is None or ADMIN in identity.roles:

@@ -82,7 +82,7 @@ class Site:
         self.engine = EmbeddedEngine(RealDisk(folder), settings)
         self.bus = Bus(self.engine, settings, Identity(), self.engine.capabilities)
         self.authenticator = Authenticator(settings.auth)
-        surface = AdminContext(
+        context = AdminContext(
             self.engine,
             settings,
             self.authenticator,
@@ -94,7 +94,7 @@ class Site:
             """Numbers for a scraper."""
             return PlainTextResponse("numbers")
 
-        self.app = build_app(surface, [Route("/metrics", extra)])
+        self.app = build_app(context, [Route("/metrics", extra)])
         self.server = HttpServer(self.app, "127.0.0.1", 0)
         self.port = 0
 

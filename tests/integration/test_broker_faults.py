@@ -36,7 +36,7 @@ from penstock.core.retry import Retry
 from penstock.model.settings_loader import load
 from penstock.server import publish
 from penstock.server.auth import Authenticator
-from penstock.server.broker import tenants_view
+from penstock.server.broker import tenant_infos
 from penstock.server.daemon import Daemon
 from penstock.server.publish import MAX_REST_S
 from penstock.server.transports.curve import make_keys
@@ -1071,7 +1071,7 @@ async def test_a_client_that_was_told_to_wait_does_not_ask_in_vain(
     assert metered.counters.refusals == {("throttled", "events_per_s", "acme"): 5}
     [acme] = [
         each
-        for each in tenants_view(metered.engine.admission, metered.counters.refusals)
+        for each in tenant_infos(metered.engine.admission, metered.counters.refusals)
         if each.tenant == "acme"
     ]
     assert acme.refusals == {"throttled events_per_s": 5}
@@ -1094,7 +1094,7 @@ async def test_a_batch_over_the_rate_is_refused_on_the_loop_before_it_is_decoded
         monkeypatch.setattr(where, name, call)
 
     watched(metered.engine.admission, "peek", asked)
-    watched(publish, "inbound", decoded)
+    watched(publish, "to_draft", decoded)
     batch = [random.randbytes(4_096)] * RATE_PER_S
     await eager.publish_many(METERED, batch)
     assert len(decoded) == 1

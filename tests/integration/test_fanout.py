@@ -156,7 +156,7 @@ async def test_nothing_is_sent_when_everybody_is_too_slow(monkeypatch: pytest.Mo
         for number in range(300):
             fanout.committed([batch("a", bytes(200_000), offset=number)])
         assert 8 << 20 < fanout.held_bytes() < 9 << 20
-        left_out = fanout._tally.held_back["fan-out"]
+        left_out = fanout._counters.held_back["fan-out"]
         assert 0 < left_out < 300, "what was left out is counted"
 
 

@@ -66,7 +66,7 @@ class Threads:
 def threads(monkeypatch: pytest.MonkeyPatch) -> Threads:
     """Notes which thread checks, and which one compresses."""
     found = Threads()
-    inbound, compress = publish_module.inbound, Batcher.compress
+    inbound, compress = publish_module.to_draft, Batcher.compress
 
     def checked(*args: Any) -> Any:
         found.checked.append(threading.get_ident())
@@ -77,7 +77,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Threads:
             found.compressed.append(threading.get_ident())
         compress(batcher, batch)
 
-    monkeypatch.setattr(publish_module, "inbound", checked)
+    monkeypatch.setattr(publish_module, "to_draft", checked)
     monkeypatch.setattr(Batcher, "compress", compressed)
     return found
 

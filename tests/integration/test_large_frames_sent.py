@@ -17,8 +17,8 @@ import penstock
 from penstock.engines.broker.tcp import TcpLink as ClientLink
 from penstock.model.errors import BusClosed
 from penstock.model.settings_loader import load
-from penstock.server import fastpath
 from penstock.server.fastpath import FastPath
+from penstock.server.transports import tcp as outgoing
 from penstock.server.transports.tcp import TcpLink, TcpServer
 from penstock.testing.broker_process import BrokerProcess
 from penstock.wire.frame import Frame, Kind
@@ -55,7 +55,7 @@ class Slow:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
     slow = Slow()
-    monkeypatch.setattr(fastpath, "encode_frame", slow.encode_frame)
+    monkeypatch.setattr(outgoing, "encode_frame", slow.encode_frame)
     yield slow
     slow.go_on.release(100)
 

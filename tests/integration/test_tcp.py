@@ -30,7 +30,7 @@ from penstock.model.errors import (
 from penstock.model.settings import Settings
 from penstock.model.settings_loader import load
 from penstock.server.transports import tcp as server_tcp
-from penstock.server.transports.tcp import STRANGER_FRAME_BYTES, TcpLink, TcpServer
+from penstock.server.transports.tcp import UNWELCOMED_FRAME_BYTES, TcpLink, TcpServer
 from penstock.testing.authority import Authority
 from penstock.wire import message as say
 from penstock.wire.encodings import for_mark, from_mark
@@ -370,13 +370,13 @@ async def test_a_claim_of_4_gb_costs_an_answer(harness: Harness) -> None:
 
 async def test_strangers_send_little(harness: Harness, raw: Raw) -> None:
     await raw.negotiate()
-    await raw.send(struct.pack("<BI", Kind.HELLO, STRANGER_FRAME_BYTES + 1))
+    await raw.send(struct.pack("<BI", Kind.HELLO, UNWELCOMED_FRAME_BYTES + 1))
     fault = await raw.frame()
     assert fault is not None
     assert fault.kind == Kind.FAULT
     # Once welcomed, the same size is fine.
     client = await harness.client()
-    answer = await client.call(Frame(Kind.PUBLISH, 1, b"", (bytes(STRANGER_FRAME_BYTES + 1),)))
+    answer = await client.call(Frame(Kind.PUBLISH, 1, b"", (bytes(UNWELCOMED_FRAME_BYTES + 1),)))
     assert answer.request == 1
 
 

@@ -17,7 +17,7 @@ import pytest_asyncio
 import penstock
 from penstock.core.admission import AdmissionLimits, TenantLimits
 from penstock.engines.embedded.publisher import Bundle
-from penstock.server.broker import tenants_view
+from penstock.server.broker import tenant_infos
 from penstock.server.daemon import Daemon
 from penstock.server.metrics.engine_stats import quotas
 from penstock.server.transports import zeromq
@@ -201,7 +201,7 @@ async def test_a_refused_transaction_is_counted_like_a_publish(
     assert caught.value.data["tenant"] == "acme"
     assert place.daemon.counters.refusals == {(kind, limit, "acme"): 1}
     place.limit(acme=TenantLimits(events_per_s=1))
-    views = tenants_view(place.daemon.engine.admission, place.daemon.counters.refusals)
+    views = tenant_infos(place.daemon.engine.admission, place.daemon.counters.refusals)
     assert {each.tenant: each.refusals for each in views}["acme"] == {f"{kind} {limit}": 1}
 
 

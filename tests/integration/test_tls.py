@@ -15,7 +15,7 @@ import pytest
 import penstock
 from penstock.engines.broker.tcp import client_tls
 from penstock.model.errors import BrokerUnreachable, InvalidSettings
-from penstock.server.transports.tcp import MAX_STRANGERS
+from penstock.server.transports.tcp import MAX_UNWELCOMED
 from penstock.testing.authority import Authority
 from penstock.testing.broker_process import BrokerProcess
 
@@ -156,9 +156,9 @@ async def test_who_does_not_shake_hands_counts_as_a_connection(
         descriptors = Path(f"/proc/{broker.pid}/fd")
         before = len(list(descriptors.iterdir()))
         with ExitStack() as silent:
-            for _ in range(2 * MAX_STRANGERS):
+            for _ in range(2 * MAX_UNWELCOMED):
                 there = ("127.0.0.1", broker.ports["tcp"])
                 silent.enter_context(socket.create_connection(there))
             await asyncio.sleep(0.5)
-            assert len(list(descriptors.iterdir())) <= before + MAX_STRANGERS + 1
+            assert len(list(descriptors.iterdir())) <= before + MAX_UNWELCOMED + 1
         await there_and_back(url_of(broker), client__tls_ca=authority.ca_file)

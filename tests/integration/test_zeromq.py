@@ -444,7 +444,7 @@ def _drip(connection: net.socket, part: bytes = PART) -> int:
 
 async def test_silent_strangers_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Row T1: who connects and says nothing of use holds a descriptor for a while, and that is all."""
-    monkeypatch.setattr(zeromq_peers, "STRANGER_S", 0.3)
+    monkeypatch.setattr(zeromq_peers, "UNWELCOMED_S", 0.3)
     async with serving() as (server, broker, port), Client(port) as control:
         silent = [await asyncio.to_thread(zmtp, port) for _ in range(20)]
         await until(lambda: len(server.peers) == 21)
@@ -494,7 +494,7 @@ async def test_requests_without_answers_are_bounded(monkeypatch: pytest.MonkeyPa
 
 async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The broker refuses clients by name; beyond those, connections are not even kept."""
-    monkeypatch.setattr(zeromq_peers, "MAX_STRANGERS", 5)
+    monkeypatch.setattr(zeromq_peers, "MAX_UNWELCOMED", 5)
     serve = serving(EchoBroker(room=1), max_connections=1)
     async with serve as (server, _, port), Client(port) as control:
         refused = Client(port)

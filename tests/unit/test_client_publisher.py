@@ -28,7 +28,7 @@ from penstock.model.draft import Draft
 from penstock.model.event import Identity, Receipt
 from penstock.model.settings import Limits
 from penstock.model.settings_loader import load
-from penstock.server.validation import inbound
+from penstock.server.validation import to_draft
 from penstock.wire import message as say
 from penstock.wire.frame import MAX_PARTS, Frame, Kind
 
@@ -197,7 +197,7 @@ def test_headers_and_keys_count_as_payloads_do() -> None:
     wide.headers = [{f"name-{number}": "x" * 1_000 for number in range(PART_BYTES // 1_000)}]
     parts: list[Any] = []
     assert described(wide, parts).part == 0
-    arrived = inbound(described(wide, parts), parts, Identity(), WIDE)
+    arrived = to_draft(described(wide, parts), parts, Identity(), WIDE)
     assert [dict(each or {}) for each in arrived.subset([0]).headers or ()] == wide.headers
 
 
@@ -281,7 +281,7 @@ def test_a_draft_arrives_as_it_was_whatever_way_it_went(
     parts: list[Any] = []
     meta = described(sent, parts)
     some = data.draw(st.lists(st.integers(0, count - 1), min_size=1, unique=True))
-    arrived = inbound(meta, parts, Identity(), Limits())
+    arrived = to_draft(meta, parts, Identity(), Limits())
     assert arrived.count == count
     assert arrived.tokens == sent.tokens
     found, wanted = arrived.subset(some), sent.subset(some)

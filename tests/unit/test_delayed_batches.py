@@ -6,7 +6,7 @@ from penstock.engines.embedded.schedules import SCHEDULED, Scheduler
 from penstock.model.batch import EventBatch
 from penstock.model.event import Identity
 from penstock.model.settings import Limits
-from penstock.server.validation import inbound
+from penstock.server.validation import to_draft
 from penstock.wire.message import DraftMeta
 
 TOKENS = [bytes([number]) * 16 for number in range(3)]
@@ -20,8 +20,8 @@ def test_a_delayed_batch_is_kept_with_all_its_columns() -> None:
         tokens=TOKENS, times_us=[1, 2, 3], expires_us=[4, 5, 6], priority=[7, 8, 9],
     )  # fmt: skip
     meta = DraftMeta("orders", codec="raw", part=0, partition=0, deliver_at_us=10)
-    draft = inbound(meta, [batch.encode()], Identity(), Limits())
-    stored, due_us = Scheduler.__new__(Scheduler).as_delayed(draft)
+    draft = to_draft(meta, [batch.encode()], Identity(), Limits())
+    stored, due_us = Scheduler.__new__(Scheduler).hold_back(draft)
     assert (stored.topic, stored.codec, stored.count, due_us) == (SCHEDULED, "raw", 3, 10)
     assert list(stored.payloads) == [b"one", b"", b"three"]
     assert [stored.keys, stored.times_us] == [keys, [1, 2, 3]]

@@ -16,7 +16,7 @@ from penstock.engines.broker.tcp import check_size
 from penstock.engines.engine import ReadRange, Subscribe
 from penstock.model.batch import EventBatch
 from penstock.model.errors import Fenced, InvalidInput
-from penstock.server.validation import check_subscribe, wanted_by
+from penstock.server.validation import check_subscribe, to_engine
 from penstock.wire import message as say
 from penstock.wire.frame import Frame, Kind
 
@@ -182,7 +182,7 @@ def test_a_queue_has_other_things_in_hand() -> None:
 def test_the_most_that_is_taken() -> None:
     held = [(TOPIC, number, 0, MOST, MOST) for number in range(say.MAX_LOG_HELD)]
     check_subscribe(subscribe(*held))
-    wanted = wanted_by(subscribe(*held), penstock.Identity())
+    wanted = to_engine(subscribe(*held), penstock.Identity())
     assert wanted.handed[TOPIC, 7] == ReadRange(0, MOST, MOST)
     assert len(wanted.handed) == say.MAX_LOG_HELD
 

@@ -43,7 +43,13 @@ from penstock.server.metrics.counters import (
     duplicates_in,
     quantile_s,
 )
-from penstock.server.metrics.engine_stats import Retained, appended_us, owed_by, quotas, standings
+from penstock.server.metrics.engine_stats import (
+    Retained,
+    appended_us,
+    group_stats,
+    quotas,
+    unsettled_in,
+)
 from penstock.server.metrics.pressure import PressureMonitor
 from penstock.server.metrics.prometheus import FAMILIES, Metrics, metrics_routes
 from tools.reference.metrics import page
@@ -329,7 +335,7 @@ def test_owed_by_leases_is_owed_by_events(order: str) -> None:
     seen = 0
     for seed in range(60):
         group = random_walk(random.Random(seed), order)
-        owed = owed_by(group)
+        owed = unsettled_in(group)
         debts = group.ledgers(0.0)
         assert owed.events == group.outstanding()
         lowest = {place: each.floor() for place, each in debts.items() if each.outstanding()}
@@ -351,11 +357,11 @@ async def test_lag_and_age_of_groups(scraped: Scraped) -> None:
         await asyncio.sleep(0.05)
         for name in ("slow", "log"):
             info = await bus.groups.info(name)
-            each = standings(engine)[name]
+            each = group_stats(engine)[name]
             assert (each.lag, each.outstanding) == (info.lag, info.outstanding)
             assert each.members == 1
             assert 0.05 <= each.waiting_s <= each.oldest_s < 5
-        assert standings(engine)["slow"].credit == 4
+        assert group_stats(engine)["slow"].credit == 4
     assert (await scraped.values("penstock_group_lag_events")) == {("slow",): 10, ("log",): 10}
     assert (await scraped.values("penstock_group_oldest_seconds"))["slow",] >= 0.05
 
@@ -364,7 +370,7 @@ async def test_a_group_that_is_through_has_no_age(scraped: Scraped) -> None:
     await scraped.bus.publish("orders", b"x")
     async with scraped.bus.subscribe("orders", group="fast") as events:
         await (await anext(events)).ack()
-        each = standings(scraped.engine)["fast"]
+        each = group_stats(scraped.engine)["fast"]
     assert (each.lag, each.oldest_s, each.waiting_s) == (0, 0.0, 0.0)
 
 

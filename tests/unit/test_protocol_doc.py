@@ -85,7 +85,7 @@ def test_old_commands() -> None:
     "words",
     [
         f"{server_tcp.HANDSHAKE_S:.0f} seconds from connecting",
-        f"no body may be over {server_tcp.STRANGER_FRAME_BYTES >> 20} MiB",
+        f"no body may be over {server_tcp.UNWELCOMED_FRAME_BYTES >> 20} MiB",
         f"more than {link.UNANSWERED_BYTES >> 20} MiB of a client's requests",
         f"at most {negotiation.MAX_NEGOTIATION_BYTES >> 10} KiB",
         f"0 to {frame.MAX_PARTS:,} byte strings",

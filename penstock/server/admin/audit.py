@@ -1,4 +1,4 @@
-"""The audit trail over HTTP: who did what, and whether the record of it is whole (rows T9, T10)."""
+"""The audit trail over HTTP: who did what, and whether the record of it is complete and unchanged."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class AuditEvent(msgspec.Struct, frozen=True):
 
 
 async def list_events(call: Call) -> Page[AuditEvent]:
-    """Oldest first."""
+    """The matching records, oldest first."""
     wanted: AuditQuery = call.query
     found = await call.ask(
         ask.QueryAudit(
@@ -61,7 +61,7 @@ async def list_events(call: Call) -> Page[AuditEvent]:
 
 
 async def verify(call: Call) -> Verdict:
-    """The verdict names the first broken link, if there is one."""
+    """Verify the chain; the answer names the first broken link, if there is one."""
     verdict: Verdict = await call.ask(ask.VerifyAudit())
     return verdict
 

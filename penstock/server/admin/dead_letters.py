@@ -1,4 +1,4 @@
-"""Dead letters over HTTP: the operations of `penstock dlq`, with the same rules (rows T8, T10)."""
+"""Dead letters over HTTP: the operations of `penstock dlq`, with the same rules."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Quarantine(Body, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """What became of one record."""
+    """The result for one record."""
 
     id: str
     result: Done | Literal["failed"]
@@ -117,7 +117,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What became of each record, and the counts."""
+    """The result for each record, and the counts."""
 
     requested: int
     done: int
@@ -136,7 +136,7 @@ class Quarantined(msgspec.Struct, frozen=True):
 
 
 async def list_letters(call: Call) -> Page[DeadLetter]:
-    """Newest first."""
+    """Dead letters, newest first."""
     wanted: LetterQuery = call.query
     found = await call.ask(
         ask.ListDead(
@@ -166,7 +166,7 @@ async def inspect_letter(call: Call) -> LetterView:
 
 
 async def replay_letters(call: Call) -> Any:
-    """Each back to its consumer, or a failure that says why not."""
+    """Give each back to its consumer; a failure has the reason why not."""
     body: Replay = call.body
     ids = list(dict.fromkeys(body.ids))
     outcome = await call.ask(
@@ -179,7 +179,7 @@ async def replay_letters(call: Call) -> Any:
 
 
 async def purge_letters(call: Call) -> Any:
-    """Each out of the view, or a failure that says why not."""
+    """Take each out of the view; a failure has the reason why not."""
     body: Purge = call.body
     ids = list(dict.fromkeys(body.ids))
     request = ask.PurgeDead(ids, body.actor or "", body.reason, body.confirm, body.dry_run)
@@ -187,7 +187,7 @@ async def purge_letters(call: Call) -> Any:
 
 
 async def quarantine(call: Call) -> Quarantined:
-    """An event of the log, or a payload given here."""
+    """Make a dead letter of an event of the log, or of a payload in the request."""
     body: Quarantine = call.body
     if body.payload is not None and body.payload_base64 is not None:
         raise InvalidInput("give payload or payload_base64, not both", field="payload")

@@ -1,7 +1,7 @@
-"""Endpoints of the admin API as values: what each takes, gives, needs, and the function that does it.
+"""Endpoints of the admin API as values: the input, answer, role and handler of each.
 
-The HTTP server serves them (penstock.server.admin.http) and the OpenAPI document describes them
-(penstock.server.admin.openapi) from the same table, so neither can forget one.
+The HTTP server (`penstock.server.admin.http`) and the OpenAPI document (`penstock.server.admin.openapi`)
+use the same table of endpoints, so they always agree.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ Actor = Annotated[
 
 @dataclass(frozen=True)
 class AdminContext:
-    """What the admin API administers."""
+    """The running broker, as the admin API uses it."""
 
     engine: EmbeddedEngine
     settings: Settings
     authenticator: Authenticator
     obstacles: Callable[[], list[str]]
-    """What keeps clients from publishing: starting and draining, a full disk, no open files."""
+    """The reasons why clients cannot publish: starting and draining, a full disk, no open files."""
     ask: Answer | None = None
     """The broker's own way to ask the engine, where there is one."""
     refusals: LogQuota = field(default_factory=lambda: LogQuota(log))
-    """Says who was turned away; its own, so that guesses over HTTP hide none over the wire."""
+    """Logs refused callers; separate, so that many refusals over HTTP hide none of other transports."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One request to an endpoint, checked: who asks, and the fields it gave."""
+    """One checked request to an endpoint: the caller, and the fields."""
 
-    surface: AdminContext
+    context: AdminContext
     gate: Authorizer
     identity: Identity
     path: Mapping[str, str]
@@ -75,10 +75,10 @@ class Call:
     @property
     def now_us(self) -> int:
         """The broker's wall clock, in microseconds since 1970 UTC."""
-        return self.surface.engine.runtime.wall_us()
+        return self.context.engine.runtime.wall_us()
 
     def moment_us(self, name: str, text: str | None) -> int | None:
-        """A time as the API takes it: ISO 8601, "@1767225600", or how long ago ("2h")."""
+        """Parse a time: ISO 8601, "@1767225600", or a duration before now ("2h")."""
         return None if text is None else moment_us(name, text, self.now_us)
 
 
@@ -91,21 +91,21 @@ class Endpoint:
     summary: str
     handler: Callable[[Call], Awaitable[Any]]
     answer: Any
-    """The type of what the handler returns, for the document."""
+    """The type that the handler returns, for the OpenAPI document."""
     asks: type[Request] | None = None
-    """The request it makes of the engine, which decides the role it needs."""
+    """The engine request that it makes, which decides the role it needs."""
     role: str = ""
-    """The role where no request decides; empty is open to everybody."""
+    """The role where no engine request decides; "" is open to all."""
     query: type[msgspec.Struct] | None = None
     body: type[msgspec.Struct] | None = None
     confirms: str = ""
-    """The word that must be given, or nothing happens."""
+    """The confirmation word that the caller must give."""
     partial: bool = False
-    """Whether some of it can fail while the rest is done: status 207."""
+    """Whether some records can fail while others succeed: status 207."""
 
     @property
     def needs(self) -> str:
-        """The least role a caller has."""
+        """The least role that a caller needs."""
         return self.role if self.asks is None else RIGHTS[self.asks]
 
 
@@ -140,7 +140,7 @@ DryRun = Annotated[bool, Meta(description="Change nothing; answer what would hap
 
 
 class Deleting(Query, frozen=True):
-    """What it takes to delete something."""
+    """The parameters of a deletion."""
 
     confirm: Confirm = ""
     dry_run: DryRun = False
@@ -148,7 +148,7 @@ class Deleting(Query, frozen=True):
 
 
 class Deleted(msgspec.Struct, frozen=True):
-    """What is gone, or would be."""
+    """The thing that was deleted, or would be."""
 
     deleted: str | None
     """Its name; null after a dry run."""
@@ -168,7 +168,7 @@ class Answered(msgspec.Struct, frozen=True):
 
 
 def page(rows: Iterable[T], limit: int, offset: int) -> Page[T]:
-    """Cut a page out of a list.
+    """One page of a list.
 
     >>> page("abcd", limit=2, offset=1)
     Page(items=['b', 'c'], more=True)

@@ -44,7 +44,7 @@ class Reset(Body, frozen=True):
 
 
 async def list_groups(call: Call) -> Page[GroupInfo]:
-    """By name, each with its lag."""
+    """Groups by name, each with its lag."""
     found: list[Any] = await call.ask(ask.ListGroups())
     return page(found, call.query.limit, call.query.offset)
 
@@ -56,7 +56,7 @@ async def describe(call: Call) -> GroupInfo:
 
 
 async def reset(call: Call) -> GroupInfo:
-    """It goes on from there; after a dry run, the answer is the group as it would be."""
+    """Set where a group goes on; after a dry run, the answer is the group as it would be."""
     body: Reset = call.body
     where = place("to", body.to, call.now_us)
     request = ask.ResetGroup(
@@ -67,7 +67,7 @@ async def reset(call: Call) -> GroupInfo:
 
 
 async def delete(call: Call) -> Deleted:
-    """Its place is forgotten, the events stay."""
+    """Delete a group and its position; its events stay."""
     name, wanted = call.path["name"], call.query
     request = ask.DeleteGroup(name, wanted.actor or "", wanted.confirm, wanted.dry_run)
     return deleted(name, await call.ask(request))

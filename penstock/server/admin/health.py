@@ -1,4 +1,4 @@
-"""Health over HTTP: whether the broker is alive, and whether clients may come."""
+"""Health over HTTP: whether the broker is alive, and whether clients can publish."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Readiness(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 async def health(call: Call) -> Health:
-    """Whoever can answer is alive."""
+    """A broker that answers is alive."""
     return Health(True)
 
 
 async def readiness(call: Call) -> Any:
-    """For load balancers and rolling restarts."""
-    reasons = call.surface.obstacles()
+    """Readiness, for load balancers and rolling restarts."""
+    reasons = call.context.obstacles()
     return Answered(UNAVAILABLE, Readiness(False, reasons)) if reasons else Readiness(True)
 
 

@@ -1,4 +1,8 @@
-"""HTTP: the admin API, health and whatever others add, served inside the running loop (row T10)."""
+"""HTTP for operators and probes: the admin API, health, metrics and pressure, served by the broker's loop.
+
+`build_app` makes one route for each endpoint of the tables in this package. `HttpServer` runs the app on
+uvicorn, with limits on heads, on idle time and on slow clients.
+"""
 
 from __future__ import annotations
 
@@ -51,12 +55,12 @@ except ImportError as error:
         "HTTP needs more packages: pip install 'penstock[server]'", extra="server"
     ) from error
 
-MAX_CONNECTIONS = 512  # operators, scrapers and probes; clients of the bus come elsewhere
+MAX_CONNECTIONS = 512  # operators, scrapers and probes; clients of the bus use other ports
 MAX_HEAD_BYTES = 16 << 10  # of a request: a token has at most half of it
 HEAD_TOO_LARGE = 431
-HEAD_TIMEOUT_S = 10.0  # a client that sends half a request is not waited for
-READ_TIMEOUT_S = 30.0  # nor is one that does not read its answers
-IDLE_S = 15  # a scraper that comes this often keeps its connection
+HEAD_TIMEOUT_S = 10.0  # for a whole request head; a slower client is disconnected
+READ_TIMEOUT_S = 30.0  # for reading on; a client that does not read its answers is disconnected
+IDLE_S = 15  # a scraper that asks this often keeps its connection
 STOP_S = 5  # for requests that are under way when the server stops
 
 ENDPOINTS: tuple[Endpoint, ...] = (
@@ -68,21 +72,21 @@ PAGES = (
     Other("GET", "/openapi.json", "This document.", ""),
     Other("GET", "/docs-free", "The same as a page, free of scripts and of other hosts.", ""),
 )
-NOBODY = Identity("", "", ())  # who asks for what is open to everybody
+NOBODY = Identity("", "", ())  # the caller of endpoints that are open to all
 GUARDED = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 _encoder = msgspec.json.Encoder(enc_hook=str)
 
 Serve = Callable[[Request], Awaitable[Response]]
 
 
-def build_app(surface: AdminContext, extra_routes: Sequence[Route] = ()) -> Starlette:
+def build_app(context: AdminContext, extra_routes: Sequence[Route] = ()) -> Starlette:
     """The application; extra routes, such as metrics, are open to role `monitor`."""
-    gate = Authorizer(surface.engine, surface.ask)
+    gate = Authorizer(context.engine, context.ask)
     by_path: dict[str, dict[str, Endpoint]] = {}
     for endpoint in ENDPOINTS:
         by_path.setdefault(endpoint.path, {})[endpoint.method] = endpoint
     routes = [
-        Route(path, _serving(surface, gate, table), methods=list(table))
+        Route(path, _serving(context, gate, table), methods=list(table))
         for path, table in by_path.items()
     ]
     found = document(ENDPOINTS, [*PAGES, *_described(extra_routes)])
@@ -97,22 +101,22 @@ def build_app(surface: AdminContext, extra_routes: Sequence[Route] = ()) -> Star
     views = (openapi, docs_free)
     pages = [Route(page.path, view) for page, view in zip(PAGES, views, strict=True)]
     app = Starlette(
-        routes=[*pages, *routes, *(_guarded(surface, route) for route in extra_routes)],
+        routes=[*pages, *routes, *(_guarded(context, route) for route in extra_routes)],
         exception_handlers={HTTPException: _no_such_endpoint, Exception: _defect},
     )
     app.router.redirect_slashes = False
     return app
 
 
-def _serving(surface: AdminContext, gate: Authorizer, table: dict[str, Endpoint]) -> Serve:
+def _serving(context: AdminContext, gate: Authorizer, table: dict[str, Endpoint]) -> Serve:
     async def serve(request: Request) -> Response:
         if not all(request.path_params.values()):
             raise HTTPException(404)
         endpoint = table["GET" if request.method == "HEAD" else request.method]
         try:
-            return _json(await endpoint.handler(await _call(surface, gate, endpoint, request)))
+            return _json(await endpoint.handler(await _call(context, gate, endpoint, request)))
         except ClientDisconnect:
-            return Response(status_code=400)  # nobody is left to read it
+            return Response(status_code=400)  # the client is gone, and will not read it
         except PenstockError as error:
             return _refusal(error)
 
@@ -120,15 +124,15 @@ def _serving(surface: AdminContext, gate: Authorizer, table: dict[str, Endpoint]
 
 
 async def _call(
-    surface: AdminContext, gate: Authorizer, endpoint: Endpoint, request: Request
+    context: AdminContext, gate: Authorizer, endpoint: Endpoint, request: Request
 ) -> Call:
-    """Who asks first, then what: a stranger learns nothing from how fields are checked."""
+    """Check the caller before the fields: a caller without rights learns nothing from field errors."""
     if not endpoint.needs:
-        return Call(surface, gate, NOBODY, {})
-    identity = admit(surface, request, endpoint.needs)
+        return Call(context, gate, NOBODY, {})
+    identity = admit(context, request, endpoint.needs)
     query = parameters(request, endpoint.query)
     return Call(
-        surface, gate, identity, request.path_params, query, await body(request, endpoint.body)
+        context, gate, identity, request.path_params, query, await body(request, endpoint.body)
     )
 
 
@@ -161,11 +165,11 @@ async def _no_such_endpoint(request: Request, error: Exception) -> Response:
 
 
 async def _defect(request: Request, error: Exception) -> Response:
-    """What is no error of ours is a defect; Starlette raises it again, and uvicorn logs the trace."""
+    """Answer an unexpected exception; Starlette raises it again, and uvicorn logs the trace."""
     return _refusal(error)
 
 
-# -- what others add ---------------------------------------------------------------------------------
+# -- extra routes ------------------------------------------------------------------------------------
 
 
 def _described(routes: Sequence[Route]) -> list[Other]:
@@ -179,14 +183,14 @@ def _described(routes: Sequence[Route]) -> list[Other]:
     return found
 
 
-def _guarded(surface: AdminContext, route: Route) -> Route:
+def _guarded(context: AdminContext, route: Route) -> Route:
     """A copy of a route that asks for a token first."""
     inner = route.app
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         answer: ASGIApp = inner
         try:
-            admit(surface, Request(scope, receive), MONITOR)
+            admit(context, Request(scope, receive), MONITOR)
         except PenstockError as error:
             answer = _refusal(error)
         await answer(scope, receive, send)
@@ -200,7 +204,7 @@ def _guarded(surface: AdminContext, route: Route) -> Route:
 
 
 def _bounded(app: ASGIApp) -> ASGIApp:
-    """An application that sees no head over the limit: h11 looks at it only while a head is incomplete."""
+    """The application behind a limit on the size of heads: h11 limits only heads that are incomplete."""
 
     async def bounded(scope: Scope, receive: Receive, send: Send) -> None:
         size = len(scope["raw_path"]) + len(scope["query_string"])
@@ -221,70 +225,70 @@ def _bounded(app: ASGIApp) -> ASGIApp:
 
 
 Ends = tuple[tuple[Any, ...], tuple[Any, ...]]
-_connections: WeakValueDictionary[Ends, _Timely] = WeakValueDictionary()
-"""By their addresses here and there, which an ASGI scope has too."""
+_connections: WeakValueDictionary[Ends, _TimedProtocol] = WeakValueDictionary()
+"""By their local and remote addresses, which an ASGI scope has too."""
 
 
-class _Timely(H11Protocol):
-    """HTTP/1.1 whose clients send and read in time: uvicorn itself waits for them for ever.
+class _TimedProtocol(H11Protocol):
+    """HTTP/1.1 with time limits for sending a head and reading an answer; uvicorn itself has none.
 
-    Of uvicorn it uses what `asyncio.Protocol` defines and what ASGI says, and nothing from inside.
+    It relies on `asyncio.Protocol` and ASGI only, and on nothing internal to uvicorn.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._link = transport
+        self._connection = transport
         self._under_way = 0
-        self._patience: asyncio.TimerHandle | None = None
-        self._unread: asyncio.TimerHandle | None = None
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._read_timer: asyncio.TimerHandle | None = None
         here, there = (transport.get_extra_info(name) or () for name in ("sockname", "peername"))
         _connections[tuple(here[:2]), tuple(there[:2])] = self
         super().connection_made(transport)
-        self._wait()
+        self._time_head()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._wait()
+        self._time_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        for timer in (self._patience, self._unread):
+        for timer in (self._head_timer, self._read_timer):
             if timer is not None:
                 timer.cancel()
 
     def pause_writing(self) -> None:
-        """The client does not read what it asked for: it has some time to go on."""
+        """The client does not read its answer: it has READ_TIMEOUT_S to continue."""
         super().pause_writing()
         loop = asyncio.get_running_loop()
-        self._unread = loop.call_later(READ_TIMEOUT_S, self._link.abort)
+        self._read_timer = loop.call_later(READ_TIMEOUT_S, self._connection.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._unread is not None:
-            self._unread.cancel()
-            self._unread = None
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
-        """A request whose head is here: its client is not hurried until it has its answer."""
+        """While a request is answered, no time limit for the next head runs."""
         self._under_way += 1
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
         try:
             yield
         finally:
             self._under_way -= 1
 
-    def _wait(self) -> None:
-        """Give the rest of a head its time."""
-        if not self._under_way and self._patience is None:
+    def _time_head(self) -> None:
+        """Start the time limit for a head, unless it runs or a request is being answered."""
+        if not self._under_way and self._head_timer is None:
             loop = asyncio.get_running_loop()
-            self._patience = loop.call_later(HEAD_TIMEOUT_S, self._give_up)
+            self._head_timer = loop.call_later(HEAD_TIMEOUT_S, self._head_too_slow)
 
-    def _give_up(self) -> None:
-        self._patience = None
+    def _head_too_slow(self) -> None:
+        self._head_timer = None
         if not self._under_way:
-            self._link.close()
+            self._connection.close()
 
 
 UVICORN = ">=0.30,<1"
@@ -296,7 +300,7 @@ _OPTIONS = (
 
 
 def check_uvicorn() -> None:
-    """Raise MissingExtra where the uvicorn that is installed is not one this server can work with."""
+    """Raise MissingExtra when the installed uvicorn lacks something that this server needs."""
     lacks = [name for name in ("serve", "capture_signals") if not hasattr(uvicorn.Server, name)]
     known = inspect.signature(uvicorn.Config).parameters
     lacks += [name for name in _OPTIONS if name not in known]
@@ -314,7 +318,7 @@ def check_uvicorn() -> None:
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are the daemon's."""
+        """The daemon handles signals."""
         yield
 
 
@@ -334,7 +338,7 @@ class HttpServer:
         check_uvicorn()
         self._host, self._port = host, port
         config = uvicorn.Config(
-            _bounded(app), http=_Timely, ws="none", lifespan="off", loop="none", log_config=None,
+            _bounded(app), http=_TimedProtocol, ws="none", lifespan="off", loop="none", log_config=None,
             log_level="error", access_log=False, proxy_headers=False, server_header=False,
             limit_concurrency=MAX_CONNECTIONS, h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             timeout_keep_alive=IDLE_S, timeout_graceful_shutdown=STOP_S,
@@ -361,12 +365,12 @@ class HttpServer:
         while not self._server.started:
             if self._task.done():
                 listener.close()
-                await self._task  # says why
+                await self._task  # raises the reason
             await asyncio.sleep(0.001)
         return port
 
     async def stop(self) -> None:
-        """Take no more requests, finish those under way, and stop."""
+        """Accept no more requests, finish those under way, and stop."""
         if self._task is None:
             return
         self._server.should_exit = True

@@ -22,7 +22,7 @@ Schemas = dict[Any, dict[str, Any]]
 
 
 class Other(NamedTuple):
-    """Something served that is no endpoint of the table: a page, or what another module added."""
+    """A route outside the tables of endpoints: a page, or one that another module added."""
 
     method: str
     path: str
@@ -31,7 +31,7 @@ class Other(NamedTuple):
 
 
 def plain_path(path: str) -> str:
-    """A path as OpenAPI writes it.
+    """A path in the notation of OpenAPI.
 
     >>> plain_path("/api/admin/dlq/{id:path}")
     '/api/admin/dlq/{id}'
@@ -40,7 +40,7 @@ def plain_path(path: str) -> str:
 
 
 def document(endpoints: Sequence[Endpoint], others: Iterable[Other]) -> dict[str, Any]:
-    """Everything that is served."""
+    """The OpenAPI document of all endpoints and other routes."""
     types: list[Any] = [Problem]
     for each in endpoints:
         types += [kind for kind in (each.answer, each.body) if kind is not None]
@@ -174,7 +174,7 @@ def _tag(path: str) -> str:
 
 
 def as_html(found: dict[str, Any]) -> str:
-    """The document as a page for people: no scripts, nothing loaded from anywhere else."""
+    """The document as an HTML page, without scripts and without other hosts."""
     rows = "".join(
         f"<tr><td><code>{method.upper()}</code></td><td><code>{escape(path)}</code></td>"
         f"<td>{escape(operation['summary'])} {escape(operation['description'])}</td></tr>"

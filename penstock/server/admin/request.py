@@ -1,8 +1,8 @@
-"""A request as it came over HTTP, made into a call: who sent it, its parameters, its body.
+"""HTTP requests and answers of the admin API as values.
 
-Errors over HTTP: one body for all of them, and the status that each code gets.
-
-Payloads, keys and other bytes in JSON: as what they mean where that can be shown, else as base64.
+A request: the caller's identity (`admit`), its parameters and its JSON body, all checked. An error: one
+body for all errors, and the status of each code. A payload, key or other bytes in an answer: decoded where
+JSON can show the value, base64 otherwise.
 """
 
 from __future__ import annotations
@@ -34,33 +34,70 @@ from penstock.wire.message import Fault
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-# -- admin_request --------------------------------------------------------------------------------
-
-
 MAX_BODY_BYTES = 1 << 20  # a thousand ids with room to spare; payloads are published elsewhere
-BODY_TIMEOUT_S = 10.0  # a client that sends half a body is not waited for
+BODY_TIMEOUT_S = 10.0  # a request with half a body ends with an error after this
 _FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
+MAX_SHOWN_BYTES = 1 << 20  # of one payload: decoding more would hold up the broker's loop
+
+INTERNAL = 500
+
+STATUSES = {
+    "invalid": 400,
+    "invalid.too-large": 413,
+    "missing": 400,
+    "notfound": 404,
+    "delivery": 409,
+    "refused": 409,
+    "refused.confirmation": 428,
+    "rejected": 429,
+    "rejected.deferred": 503,
+    "rejected.disk-full": 507,
+    "rejected.retention-full": 507,
+    "rejected.disk-refused": 503,
+    "storage": 503,
+    "access.denied": 403,
+    "access.unauthenticated": 401,
+    "timeout": 408,
+    "closed": 503,
+}
+"""HTTP status by error code, or by its family; every other error is a 500."""
+
+MEANINGS = {
+    400: "The request breaks a written rule; the message names the field.",
+    401: "A token is missing, expired or not from here.",
+    403: "This identity may not do that.",
+    404: "No such name or id; what belongs to another tenant does not exist for you.",
+    408: "The body did not arrive in time.",
+    409: "Understood, and not allowed in the state that things are in.",
+    413: "The body is too large.",
+    428: "The confirmation word is missing; nothing was changed.",
+    429: "A limit was reached; Retry-After says when to try again.",
+    431: "Path and headers are too large.",
+    500: "A defect of the broker; its log has the trace.",
+    503: "Not now: starting, draining, too busy, or the storage failed.",
+    507: "The disk is full, or a write-once topic is at its size limit.",
+}
 
 
-def admit(surface: AdminContext, request: Request, role: str) -> Identity:
-    """Who sent a request, if it has the role; whoever is turned away stands in the log."""
+def admit(context: AdminContext, request: Request, role: str) -> Identity:
+    """The identity of the caller, which must have the role; refused callers are logged."""
     try:
-        identity = _identify(surface, request)
+        identity = _identify(context, request)
         require(identity, role)
     except AccessDenied as error:
         client = request.client
         peer = "?" if client is None else f"{client.host}:{client.port}"
-        surface.refusals.warning("client refused", peer=peer, reason=error.message)
+        context.refusals.warning("client refused", peer=peer, reason=error.message)
         raise
     return identity
 
 
-def _identify(surface: AdminContext, request: Request) -> Identity:
-    """Who sent a request; raises NotAuthenticated."""
+def _identify(context: AdminContext, request: Request) -> Identity:
+    """The identity of the caller; raises NotAuthenticated."""
     here = request.client is not None and is_loopback(request.client.host)
-    if here and not surface.authenticator.asks:
+    if here and not context.authenticator.asks:
         _check_direct(request.headers)
-    return surface.authenticator.identify(_token(request.headers), "", "", loopback=here)
+    return context.authenticator.identify(_token(request.headers), "", "", loopback=here)
 
 
 def _token(headers: Mapping[str, str]) -> str:
@@ -73,14 +110,14 @@ def _token(headers: Mapping[str, str]) -> str:
 
 
 def _check_direct(headers: Mapping[str, str]) -> None:
-    """Trusting this host does not mean trusting whoever borrows its browser or its proxy.
+    """Refuse requests of this host that come from elsewhere through its browser or its proxy.
 
-    A page that resolves its own name to 127.0.0.1 still sends that name as the Host; a proxy says
-    that it forwards.
+    A page that resolves its own name to 127.0.0.1 still sends that name as the Host; a proxy adds a
+    header when it forwards.
     """
     try:
         host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
-    except ValueError:  # such as half an IPv6 address: nobody's name
+    except ValueError:  # such as half an IPv6 address, which names no host
         host = ""
     if not is_loopback(host) or any(name in headers for name in _FORWARDED):
         raise NotAuthenticated(
@@ -91,7 +128,7 @@ def _check_direct(headers: Mapping[str, str]) -> None:
 
 
 def parameters(request: Request, kind: type[msgspec.Struct] | None) -> Any:
-    """What stands behind the question mark, checked."""
+    """The query parameters, checked."""
     pairs = request.query_params.multi_items()
     found = dict(pairs)
     if len(found) != len(pairs):
@@ -146,54 +183,14 @@ async def _read(request: Request) -> bytes:
 
 
 def _wrong(what: str, error: msgspec.ValidationError) -> InvalidInput:
-    """The message of msgspec names the field: keep it, and name it apart."""
+    """An InvalidInput with msgspec's message, and the field that it names as data."""
     text, _, place = str(error).partition(" - at `$.")
     field = place.rstrip("`") if place else text.rpartition(" `")[2].rstrip("`")
     where = f"{field}: " if place else ""
     return InvalidInput(f"{what} cannot be taken: {where}{text}; nothing was done", field=field)
 
 
-# -- admin_fault ----------------------------------------------------------------------------------
-
-
-INTERNAL = 500
-
-STATUSES = {
-    "invalid": 400,
-    "invalid.too-large": 413,
-    "missing": 400,
-    "notfound": 404,
-    "delivery": 409,
-    "refused": 409,
-    "refused.confirmation": 428,
-    "rejected": 429,
-    "rejected.deferred": 503,
-    "rejected.disk-full": 507,
-    "rejected.retention-full": 507,
-    "rejected.disk-refused": 503,
-    "storage": 503,
-    "access.denied": 403,
-    "access.unauthenticated": 401,
-    "timeout": 408,
-    "closed": 503,
-}
-"""By code, or by its family; every other error is a 500."""
-
-MEANINGS = {
-    400: "The request breaks a written rule; the message names the field.",
-    401: "A token is missing, expired or not from here.",
-    403: "This identity may not do that.",
-    404: "No such name or id; what belongs to another tenant does not exist for you.",
-    408: "The body did not arrive in time.",
-    409: "Understood, and not allowed in the state that things are in.",
-    413: "The body is too large.",
-    428: "The confirmation word is missing; nothing was changed.",
-    429: "A limit was reached; Retry-After says when to try again.",
-    431: "Path and headers are too large.",
-    500: "A defect of the broker; its log has the trace.",
-    503: "Not now: starting, draining, too busy, or the storage failed.",
-    507: "The disk is full, or a write-once topic is at its size limit.",
-}
+# -- errors ------------------------------------------------------------------------------------------
 
 
 class Detail(msgspec.Struct, frozen=True):
@@ -225,7 +222,7 @@ def problem(fault: Fault) -> Problem:
 
 
 def headers_for(fault: Fault) -> dict[str, str]:
-    """What a client should know before it reads the body.
+    """The headers that go with an error.
 
     >>> headers_for(Fault("rejected.throttled", "", {"retry_after_s": 0.2}))
     {'Retry-After': '1'}
@@ -239,10 +236,7 @@ def headers_for(fault: Fault) -> dict[str, str]:
     return headers
 
 
-# -- admin_payload --------------------------------------------------------------------------------
-
-
-MAX_SHOWN_BYTES = 1 << 20  # of one payload: decoding more would hold up the broker's loop
+# -- payloads ----------------------------------------------------------------------------------------
 
 
 class Base64(msgspec.Struct, frozen=True):
@@ -252,7 +246,7 @@ class Base64(msgspec.Struct, frozen=True):
 
 
 def text_or_base64(data: bytes) -> str | Base64:
-    """Bytes as text where they are text.
+    """Bytes as text where they are valid UTF-8, else as base64.
 
     >>> text_or_base64(b"text"), text_or_base64(b"\\xff")
     ('text', Base64(base64='/w=='))
@@ -286,12 +280,12 @@ def payload_fields(payload: bytes, codec: str) -> dict[str, Any]:
         if codec == "raw":
             return {"value": payload.decode()}
     except (ValueError, TypeError, RecursionError):
-        pass  # not what its codec says: the bytes themselves are the truth
+        pass  # the payload does not match its codec: show the bytes themselves
     return {"base64": encoded(payload)}
 
 
 def _plain(value: Any) -> Any:
-    """What msgpack knows and JSON does not, in JSON."""
+    """A msgpack value with JSON replacements for the types that JSON lacks."""
     if isinstance(value, bytes):
         return text_or_base64(value)
     if isinstance(value, dict):

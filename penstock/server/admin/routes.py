@@ -65,7 +65,7 @@ class ResolveQuery(Query, frozen=True):
 
 
 class RouteDone(msgspec.Struct, frozen=True):
-    """What was done to a route."""
+    """The change that was made to a route."""
 
     done: str
     pattern: str
@@ -89,13 +89,13 @@ class Resolved(msgspec.Struct, frozen=True):
 
 
 async def list_routes(call: Call) -> Page[Route]:
-    """By precedence."""
+    """Routes by precedence."""
     found: list[Any] = await call.ask(ask.ListRoutes())
     return page(found, call.query.limit, call.query.offset)
 
 
 async def put(call: Call) -> Route:
-    """In force at once."""
+    """Add or replace a route; it works at once."""
     body: RoutePut = call.body
     route = Route(
         body.pattern, body.destination, body.type, body.priority, body.enabled, body.tenant
@@ -105,7 +105,7 @@ async def put(call: Call) -> Route:
 
 
 async def remove(call: Call) -> RouteRemoved:
-    """Gone from the catalogue."""
+    """Remove a route."""
     wanted: PairQuery = call.query
     effect: Effect = await call.ask(
         ask.RemoveRoute(
@@ -117,12 +117,12 @@ async def remove(call: Call) -> RouteRemoved:
 
 
 async def enable(call: Call) -> RouteDone:
-    """Let it work again."""
+    """Switch a route on."""
     return await _switch(call, enabled=True)
 
 
 async def disable(call: Call) -> RouteDone:
-    """Keep it without letting it work."""
+    """Switch a route off, and keep it."""
     return await _switch(call, enabled=False)
 
 
@@ -134,7 +134,7 @@ async def _switch(call: Call, *, enabled: bool) -> RouteDone:
 
 
 async def resolve(call: Call) -> Resolved:
-    """In order."""
+    """The routes that an event would take, in order."""
     return Resolved(await call.ask(ask.ResolveRoute(call.query.topic, call.query.tenant)))
 
 

@@ -30,7 +30,7 @@ PATH = "/api/admin/schedules"
 
 
 class SchedulePut(Body, frozen=True):
-    """What to publish again and again, and when: give `cron` or `every`, `value` or `base64`."""
+    """The event to publish again and again, and when: give `cron` or `every`, `value` or `base64`."""
 
     topic: Text
     cron: Annotated[str | None, Meta(description="In UTC, such as 0 9 * * 1-5.")] = None
@@ -64,18 +64,18 @@ def view(definition: Definition) -> ScheduleView:
 
 
 async def list_schedules(call: Call) -> Page[ScheduleView]:
-    """By id."""
+    """Recurring events by id."""
     found: list[Any] = await call.ask(ask.ListSchedules())
     return page(map(view, found), call.query.limit, call.query.offset)
 
 
 async def put(call: Call) -> ScheduleView:
-    """Replaces the one of that id."""
+    """Add a recurring event, or replace the one of that id."""
     body: SchedulePut = call.body
     if (body.value is UNSET) == (body.base64 is None):
         raise InvalidInput("give value or base64, one of them", field="value")
     if body.base64 is None:
-        codec = body.codec or call.surface.settings.media.codec
+        codec = body.codec or call.context.settings.media.codec
         payload = codecs.get(codec).encode(body.value)
     else:
         codec, payload = body.codec or "raw", body.base64
@@ -89,7 +89,7 @@ async def put(call: Call) -> ScheduleView:
 
 
 async def remove(call: Call) -> Deleted:
-    """It is not published any more."""
+    """Remove a recurring event."""
     wanted: Deleting = call.query
     id = call.path["id"]
     request = ask.RemoveSchedule(id, wanted.actor or "", wanted.confirm, wanted.dry_run)

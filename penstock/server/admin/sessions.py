@@ -1,4 +1,4 @@
-"""Sessions and tenants over HTTP: who is connected, and what each tenant may use and uses."""
+"""Sessions and tenants over HTTP: connected clients, and the limits and use of each tenant."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from penstock.server.admin.endpoint import Call, Endpoint, Page, Paging, page
 
 
 async def list_sessions(call: Call) -> Page[SessionInfo]:
-    """Those of the caller's tenant; all for an admin."""
+    """The sessions of the caller's tenant; all sessions for an admin."""
     return page(await call.ask(ask.ListSessions()), call.query.limit, call.query.offset)
 
 
 async def list_tenants(call: Call) -> Page[TenantInfo]:
-    """The caller's own; all for an admin."""
+    """The caller's own tenant; all tenants for an admin."""
     return page(await call.ask(ask.ListTenants()), call.query.limit, call.query.offset)
 
 

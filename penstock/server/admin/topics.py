@@ -60,7 +60,7 @@ class TopicPut(Body, frozen=True):
 
 
 class TopicPatch(Body, frozen=True):
-    """What to change; what is left out stays as it is. Partitions can only be added."""
+    """The fields to change; fields left out stay as they are. Partitions can only be added."""
 
     partitions: Partitions | None = None
     retention_age_s: Span | None = None
@@ -75,7 +75,7 @@ def view(info: TopicInfo) -> TopicView:
 
 
 async def list_topics(call: Call) -> Page[TopicView]:
-    """By name."""
+    """Topics by name."""
     found: list[Any] = await call.ask(ask.ListTopics(call.query.system))
     return page(map(view, found), call.query.limit, call.query.offset)
 
@@ -86,14 +86,14 @@ async def describe(call: Call) -> TopicView:
 
 
 async def create(call: Call) -> TopicView:
-    """Before anybody publishes to it."""
+    """Create a topic before the first publish to it."""
     body: TopicPut = call.body
     spec = TopicSpec(body.partitions, body.retention_age_s, body.retention_bytes, body.write_once)
     return view(await call.ask(ask.CreateTopic(body.name, spec)))
 
 
 async def configure(call: Call) -> TopicView:
-    """Retention, write-once, more partitions."""
+    """Change retention, write-once, or the number of partitions."""
     body: TopicPatch = call.body
     changes = (body.partitions, body.retention_age_s, body.retention_bytes, body.write_once)
     if all(change is None for change in changes):
@@ -103,7 +103,7 @@ async def configure(call: Call) -> TopicView:
 
 
 async def delete(call: Call) -> Deleted:
-    """With all its events; refused inside write-once retention."""
+    """Delete a topic with all its events; refused inside write-once retention."""
     name, wanted = call.path["name"], call.query
     request = ask.DeleteTopic(name, wanted.actor or "", wanted.confirm, wanted.dry_run)
     return deleted(name, await call.ask(request))

@@ -1,7 +1,7 @@
-"""Counters: what the broker has done, as plain numbers that cost it one addition for each batch.
+"""Counts what the broker does, as plain numbers: one addition for each batch.
 
-Nothing here knows Prometheus. Names from outside become labels only while there is room: the first
-of them get numbers of their own, the rest share "other", so that no client can make metrics grow.
+Nothing here depends on Prometheus. Tenants, topics and groups become labels only while there is room: the
+first of them have numbers of their own, the rest share "other", so that no client can make metrics grow.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from penstock.model.errors import PenstockError
 from penstock.model.event import Receipt
 
 OTHER = "other"
-"""The label of everything that came after its table was full."""
+"""The label of all names that were seen when their table was full."""
 
 MAX_TENANTS = 100
 MAX_TOPICS = 100
 MAX_GROUPS = 100
-"""Names with series of their own. A Prometheus server is at ease with some thousand series from
-one target; a hundred names in each of some twenty families stay within that."""
+"""Names with series of their own. A Prometheus server handles some thousand series of one target well; a
+hundred names in each of some twenty families stay within that."""
 
 MAX_PAIRS = 200
 """Tenants and topics together, or groups and topics: a hundred of each could be ten thousand pairs."""
@@ -36,7 +36,7 @@ BOUNDS_S = (
 
 
 class Names:
-    """Labels of one sort: the first `limit` names are themselves, the others are "other".
+    """Labels of one kind: the first `limit` names are labels themselves, all others are "other".
 
     >>> names = Names(1)
     >>> names.label("acme"), names.label("initech"), names.label("acme")
@@ -48,7 +48,7 @@ class Names:
         self._known: set[str] = set()
 
     def label(self, name: str) -> str:
-        """The label a name goes by."""
+        """The label of a name."""
         if name in self._known:
             return name
         if len(self._known) >= self._limit:
@@ -58,7 +58,7 @@ class Names:
 
 
 class Labels:
-    """Which names have series of their own; one table for counters and for what is read at a scrape."""
+    """The names with series of their own, the same for counters and for figures read at a scrape."""
 
     def __init__(self) -> None:
         self._tenants = Names(MAX_TENANTS)
@@ -73,7 +73,7 @@ class Labels:
         return self._tenants.label(name)
 
     def group(self, name: str) -> str:
-        """The label of a group; listeners come and go under made-up names and share one."""
+        """The label of a group; listeners have generated names, and share one label."""
         return self._groups.label(family(name))
 
     def word(self, name: str) -> str:
@@ -102,7 +102,7 @@ def _bounded(known: set[tuple[str, str]], pair: tuple[str, str]) -> tuple[str, s
 
 
 def family(name: str) -> str:
-    """A name as it is, or the first word of one that the bus made up itself.
+    """The name itself, or its first word when the bus generated it.
 
     >>> family("orders.created"), family("_inbox.4f1c")
     ('orders.created', '_inbox')
@@ -111,7 +111,7 @@ def family(name: str) -> str:
 
 
 class Histogram:
-    """How often something took how long, in fixed buckets.
+    """Durations, counted in fixed buckets.
 
     >>> histogram = Histogram()
     >>> histogram.observe(0.002); histogram.observe(0.2, count=9)
@@ -127,19 +127,19 @@ class Histogram:
         self.sum_s = 0.0
 
     def observe(self, seconds: float, count: int = 1) -> None:
-        """Something took this long, `count` times; a clock that stepped back counts as zero."""
+        """Count a duration `count` times; a negative one, after a clock step, counts as zero."""
         if seconds < 0.0:
             seconds = 0.0
         self.counts[bisect_left(BOUNDS_S, seconds)] += count
         self.sum_s += seconds * count
 
     def above(self, bound_s: float) -> int:
-        """How many took longer than a bound, which is taken up to the next one of the buckets."""
+        """How many were longer than a bound, rounded up to the next bound of the buckets."""
         return sum(self.counts[bisect_left(BOUNDS_S, bound_s) + 1 :])
 
 
 def added(histograms: Iterable[Histogram]) -> list[int]:
-    """The buckets of several histograms together."""
+    """The sums of the buckets of several histograms."""
     total = [0] * (len(BOUNDS_S) + 1)
     for each in histograms:
         for index, count in enumerate(each.counts):
@@ -148,7 +148,7 @@ def added(histograms: Iterable[Histogram]) -> list[int]:
 
 
 def quantile_s(counts: Sequence[int], share: float) -> float:
-    """Below what `share` of all observations lie, evenly spread within their bucket; 0 without any.
+    """The duration below which `share` of all observations lie, spread evenly within a bucket; 0 without any.
 
     >>> quantile_s([0, 0, 0, 100] + [0] * 15, 0.5)
     0.00375
@@ -166,7 +166,7 @@ def quantile_s(counts: Sequence[int], share: float) -> float:
 
 
 class Flow:
-    """What went through one topic of one tenant."""
+    """Events and bytes of one topic of one tenant."""
 
     __slots__ = (
         "delivered_bytes", "delivered_events", "delivery", "duplicate_events", "publish",
@@ -179,7 +179,7 @@ class Flow:
         self.duplicate_events = self.replayed_events = 0
         self.publish = publish
         self.delivery = delivery
-        """Both belong to the tenant: its topics share them."""
+        """The histograms of the tenant: all its topics share them."""
 
 
 class Counters:
@@ -195,14 +195,14 @@ class Counters:
         self.labels = Labels()
         self.flows: dict[tuple[str, str], Flow] = {}
         self.publish: dict[str, Histogram] = {}
-        """By tenant: from a publish at the broker's door until it was durable."""
+        """By tenant: from the arrival of a publish until it was durable."""
         self.delivery: dict[str, Histogram] = {}
         """By tenant: from the append of an event until it was handed over."""
         self.settled_events: dict[str, int] = {}
         self.refusals: dict[tuple[str, str, str], int] = {}
         """By kind, limit and tenant."""
         self.refused_s: dict[tuple[str, str, str], float] = {}
-        """When each of these was last counted, monotonic."""
+        """Monotonic time at which each of these was last counted."""
         self.held_back: dict[str, int] = {}
         self.dead_letters: dict[tuple[str, str], int] = {}
         self.dead_letters_replayed: dict[tuple[str, str], int] = {}
@@ -213,14 +213,14 @@ class Counters:
     def published(
         self, tenant: str, topic: str, events: int, size_bytes: int, seconds: float
     ) -> None:
-        """One publish is durable, `seconds` after it came in."""
+        """One publish is durable, `seconds` after it arrived."""
         flow = self.flows.get((tenant, topic)) or self._flow(tenant, topic)
         flow.published_events += events
         flow.published_bytes += size_bytes
         flow.publish.observe(seconds)
 
     def duplicates(self, tenant: str, topic: str, events: int) -> None:
-        """Events of a publish were stored before: their tokens were recognised."""
+        """Events of a publish were stored before: deduplication recognised their tokens."""
         flow = self.flows.get((tenant, topic)) or self._flow(tenant, topic)
         flow.duplicate_events += events
 
@@ -267,22 +267,22 @@ class Counters:
         self.refused_s[key] = time.monotonic()
 
     def rejected(self, error: PenstockError, tenant: str) -> None:
-        """The same, by its error; it counts for `tenant` when the error names no other."""
+        """The same, for an error; it counts for `tenant` when the error names no tenant."""
         kind, limit = error.code.rpartition(".")[2], str(error.data.get("limit", "none"))
         self.refused(kind, limit, str(error.data.get("tenant", "")) or tenant)
 
     def backpressure(self, reason: str) -> None:
-        """Deliveries to a client were stopped because it does not keep up."""
+        """Deliveries to a client stopped because it does not keep up."""
         _add(self.held_back, self.labels.word(reason), 1)
 
     def connection(self, change: int) -> None:
-        """A client came (1) or went (-1)."""
+        """A client connected (1) or disconnected (-1)."""
         self.connections += change
         if change > 0:
             self.connections_opened += change
 
     def frame_error(self, code: str) -> None:
-        """A client sent something that is no frame, or one that was answered with this error."""
+        """A client sent bytes that are not a frame, or a frame that was answered with this error."""
         _add(self.frame_errors, self.labels.word(code), 1)
 
     def published_bytes(self) -> int:
@@ -304,7 +304,7 @@ def _add(table: dict[str, int], word: str, change: int) -> None:
 
 
 def duplicates_in(receipt: Receipt) -> int:
-    """How many events of a publish had been stored before.
+    """How many events of a publish were stored before.
 
     >>> duplicates_in(Receipt("orders", 0, 7, 3, bytes(16), duplicate=True))
     3

@@ -1,9 +1,9 @@
-"""What metrics and /pressure read from a running engine: groups, quotas, retained bytes, saturation.
+"""Figures of a running engine for metrics, `/pressure` and the doctor: groups, quotas, sizes, problems.
 
-Everything here runs on the engine's loop and only looks. A look costs a step for each lease, run,
-lane or changed segment, never one for each event.
+Everything here runs on the engine's loop and only reads. Reading costs a step for each lease, run, lane
+or changed segment, never one for each event.
 
-Troubles: what is wrong with a broker that runs on, for its metrics and, when it changes, for its log.
+`troubles_of` names the problems of a broker that goes on running; `Troubles` logs when one begins or ends.
 """
 
 from __future__ import annotations
@@ -26,52 +26,59 @@ from penstock.log.event_log import EventLog
 from penstock.log.segment import Range, SegmentInfo
 from penstock.server.metrics.counters import OTHER, Labels
 
-# -- metrics_engine -------------------------------------------------------------------------------
+log = logging.getLogger("penstock.server")
+
+# How often `Troubles` looks for problems.
+LOOK_S = 0.5
+# The parts of the broker that can have a problem, as labels of `penstock_problem`.
+PARTS = ("writer", "housekeeping", "disk", "retention", "audit")
+# Full topics that a message names: enough to begin with.
+SHOWN_TOPICS = 5
 
 
 class GroupStats(msgspec.Struct):
-    """How one group is doing. Ages are in seconds since an event was appended."""
+    """The state of one group. Ages are in seconds since an event was appended."""
 
     lag: int
-    """Events it has still to settle: waiting, handed out or between two attempts."""
+    """Unsettled events: waiting, handed out or between two attempts."""
     outstanding: int
-    """Those of them that were handed out or wait for another attempt."""
+    """Unsettled events that were handed out, or wait for another attempt."""
     oldest_s: float
-    """Age of the oldest one that is not settled: the queue's age."""
+    """Age of the oldest unsettled event: the queue's age."""
     waiting_s: float
-    """Age of the oldest one that was never handed out: what more consumers would help."""
+    """Age of the oldest event that was never handed out: more consumers would reduce it."""
     members: int
     held: int
     """Events in the hands of members now."""
     credit: int
-    """Events the members offered to hold."""
+    """Events that the members offered to hold."""
     mode: str = "queue"
     lost: int = 0
     """Events that retention deleted before the group had read them, since the broker started."""
 
 
-class Owed(NamedTuple):
-    """What a queue group has begun and not settled."""
+class Unsettled(NamedTuple):
+    """The events that a queue group has handed out and not settled."""
 
     events: int
     lowest: dict[Place, int]
     """The lowest such offset in each partition."""
 
 
-def standings(engine: EmbeddedEngine) -> dict[str, GroupStats]:
-    """How every group is doing now."""
+def group_stats(engine: EmbeddedEngine) -> dict[str, GroupStats]:
+    """The state of every group, by name."""
     now_us = engine.runtime.wall_us()
-    found = {name: _standing(engine, name, now_us) for name in engine.state.groups}
+    found = {name: _stats_of(engine, name, now_us) for name in engine.state.groups}
     for name, losses in engine.unread.lost.items():
         if name in found:
             found[name].lost = sum(losses.values())
     return found
 
 
-def _standing(engine: EmbeddedEngine, name: str, now_us: int) -> GroupStats:
+def _stats_of(engine: EmbeddedEngine, name: str, now_us: int) -> GroupStats:
     machine = engine.dispatcher.groups.get(name)
     if machine is not None:
-        return _queue_standing(engine.log, machine, now_us)
+        return _queue_stats(engine.log, machine, now_us)
     cursors = engine.state.groups[name].cursors
     lag, since_us = 0, None
     for place, cursor in cursors.items():
@@ -84,22 +91,22 @@ def _standing(engine: EmbeddedEngine, name: str, now_us: int) -> GroupStats:
     return GroupStats(lag, 0, age_s, age_s, len(readers), 0, 0, "log")
 
 
-def _queue_standing(log: EventLog, machine: QueueGroup, now_us: int) -> GroupStats:
-    owed = owed_by(machine)
-    lag = owed.events - sum(unreadable(log, machine).values())
+def _queue_stats(log: EventLog, machine: QueueGroup, now_us: int) -> GroupStats:
+    unsettled = unsettled_in(machine)
+    lag = unsettled.events - sum(unreadable(log, machine).values())
     waiting_us = oldest_us = None
     for place, lane in machine.lanes.items():
         if lane.cursor < lane.end:
             lag += lane.end - lane.cursor
             waiting_us = _earlier(waiting_us, appended_us(log, place, lane.cursor))
-    for place, offset in owed.lowest.items():
+    for place, offset in unsettled.lowest.items():
         oldest_us = _earlier(oldest_us, appended_us(log, place, offset))
     if waiting_us is not None:
         oldest_us = _earlier(oldest_us, waiting_us)
     members = machine.members.values()
     return GroupStats(
         lag,
-        owed.events,
+        unsettled.events,
         _age_s(oldest_us, now_us),
         _age_s(waiting_us, now_us),
         len(members),
@@ -108,8 +115,8 @@ def _queue_standing(log: EventLog, machine: QueueGroup, now_us: int) -> GroupSta
     )
 
 
-def owed_by(machine: QueueGroup) -> Owed:
-    """Count what a machine has not settled by leases and runs, not by events."""
+def unsettled_in(machine: QueueGroup) -> Unsettled:
+    """Count a machine's unsettled events, in steps of leases and runs, not of events."""
     events = 0
     lowest: dict[Place, int] = {}
     for lease in machine.leases.values():
@@ -120,7 +127,7 @@ def owed_by(machine: QueueGroup) -> Owed:
     for run in machine.waiting():
         events += run.count
         _lower(lowest, (run.lane.topic, run.lane.partition), run.start)
-    return Owed(events, lowest)
+    return Unsettled(events, lowest)
 
 
 def _lower(lowest: dict[Place, int], place: Place, offset: int) -> None:
@@ -130,15 +137,15 @@ def _lower(lowest: dict[Place, int], place: Place, offset: int) -> None:
 
 
 def appended_us(log: EventLog, place: Place, offset: int) -> int:
-    """When an event was appended: as recorded in the journal, in a sealed segment as estimated.
+    """When an event was appended: recorded in the journal, estimated in a sealed segment.
 
-    A segment says when its first and last events came; those between are taken as evenly spread.
+    A segment records the times of its first and last events; the estimate spreads the others evenly.
     """
     part = log.partition(*place)
     if part.bases and offset >= part.bases[0]:
         return part.times[bisect_right(part.bases, offset) - 1]
     found = log.manifest.find(*place, offset)
-    if found is None:  # retention took it: what is left begins here
+    if found is None:  # retention deleted it: the remaining events begin here
         return part.times[0] if part.bases else part.last_time_us
     stretch = found[1]
     share = max(0, offset - stretch.first_offset) / stretch.rows
@@ -166,7 +173,7 @@ def quotas(engine: EmbeddedEngine) -> Iterator[Quota]:
     admission, now_s = engine.admission, engine.runtime.now()
     windows = engine.dispatcher.windows.by_tenant
     for name in {**admission._tenants, **windows}:
-        tenant = admission._tenant(name)  # new here is who only consumes
+        tenant = admission._tenant(name)  # makes it for a tenant that only consumes
         limits = tenant.limits
         stored = tenant.stored_bytes + tenant.ingress_bytes
         held = windows[name].held if name in windows else 0
@@ -189,7 +196,7 @@ def quotas(engine: EmbeddedEngine) -> Iterator[Quota]:
 
 
 def _spent(bucket: Bucket, now_s: float) -> float:
-    """The share of a bucket that is used up, after what it has earned meanwhile."""
+    """The share of a bucket that is used up, counting the tokens earned meanwhile."""
     bucket.wait_s(0, now_s)
     return _ratio(bucket.capacity - bucket._tokens, bucket.capacity)
 
@@ -200,7 +207,7 @@ def _ratio(used: float, allowed: float) -> float:
 
 
 def saturation(engine: EmbeddedEngine) -> dict[str, float]:
-    """How full each part of the engine is: 1 is at its limit, 0 also where there is none."""
+    """How full each part of the engine is: 1 at its limit, 0 where it has no limit."""
     ingress = engine.admission.limits.max_global_ingress
     return {
         "ingress": 0.0 if ingress is None else _ratio(engine.admission._ingress, ingress),
@@ -211,7 +218,7 @@ def saturation(engine: EmbeddedEngine) -> dict[str, float]:
 
 
 def disk_full(engine: EmbeddedEngine) -> bool:
-    """Whether publishes are refused for want of room on the disk."""
+    """Whether publishes are refused because the disk is full."""
     return engine.commits._full is not None
 
 
@@ -221,7 +228,7 @@ def pending_bytes(engine: EmbeddedEngine) -> int:
 
 
 class Retained:
-    """Sealed bytes by tenant and topic, kept up to date from the segments that came and went."""
+    """Sealed bytes by tenant and topic, updated from the segments that were added and deleted."""
 
     def __init__(self, labels: Labels) -> None:
         self.bytes: dict[tuple[str, str], int] = {}
@@ -229,7 +236,7 @@ class Retained:
         self._seen: dict[int, SegmentInfo] = {}
 
     def update(self, segments: Iterable[SegmentInfo]) -> None:
-        """Look at the live segments again; only those that are new or gone cost anything."""
+        """Compare with the live segments; only new and deleted ones cost anything."""
         live = {info.id: info for info in segments}
         for gone in self._seen.keys() - live.keys():
             self._count(self._seen[gone].ranges, -1)
@@ -244,18 +251,8 @@ class Retained:
             self.bytes[pair] = self.bytes.get(pair, 0) + sign * each.event_bytes
 
 
-# -- troubles -------------------------------------------------------------------------------------
-
-
-log = logging.getLogger("penstock.server")
-
-LOOK_S = 0.5
-PARTS = ("writer", "housekeeping", "disk", "retention", "audit")
-SHOWN_TOPICS = 5
-
-
 def troubles_of(engine: EmbeddedEngine) -> dict[str, str]:
-    """What is wrong, by the part of the broker it is wrong with."""
+    """The current problems, by the part of the broker."""
     found: dict[str, str] = {}
     if engine.commits.failed is not None:
         found["writer"] = engine.commits.failed.message
@@ -271,7 +268,7 @@ def troubles_of(engine: EmbeddedEngine) -> dict[str, str]:
 
 
 def _full_topics(engine: EmbeddedEngine) -> str:
-    """Which write-once topics take no publishes, and which limit that is; empty for none."""
+    """The write-once topics that accept no publishes, and the limit that they reached; "" for none."""
     keeper = engine.maintenance
     if keeper.shortage_bytes:
         return (
@@ -284,7 +281,7 @@ def _full_topics(engine: EmbeddedEngine) -> str:
 
 
 class Troubles:
-    """Says once that something is wrong, and once that it is over.
+    """Logs each problem once when it begins, and once when it ends.
 
     >>> troubles = Troubles()
     >>> troubles.report({"disk": "it is full"}), troubles.report({"disk": "it is full"})
@@ -297,13 +294,13 @@ class Troubles:
         self._known: set[str] = set()
 
     async def watch(self, engine: EmbeddedEngine) -> None:
-        """Look again and again, for as long as it is not cancelled."""
+        """Look for problems until it is cancelled."""
         while True:
             self.report(troubles_of(engine))
             await asyncio.sleep(LOOK_S)
 
     def report(self, now: Mapping[str, str]) -> list[str]:
-        """Log what began and what ended since the last time; returns the parts it was about."""
+        """Log problems that began or ended since the last call; returns their parts."""
         began, ended = sorted(now.keys() - self._known), sorted(self._known - now.keys())
         for part in began:
             log.warning("trouble", extra={"part": part, "problem": now[part]})

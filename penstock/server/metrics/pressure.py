@@ -1,4 +1,4 @@
-"""Pressure: what an autoscaler needs to know, as one document and one number (row T15).
+"""The load of a broker for an autoscaler: one document, and in it one number.
 
 `History`, `Burn` and `total_pressure` are pure: times and totals go in, rates come out. `PressureMonitor`
 feeds them from a running engine and answers `GET /pressure`. docs/guide/observability.md explains
@@ -18,7 +18,7 @@ import msgspec
 from penstock.engines.embedded.engine import EmbeddedEngine
 from penstock.model.errors import InvalidSettings, MissingExtra
 from penstock.server.metrics.counters import Counters, added, quantile_s
-from penstock.server.metrics.engine_stats import GroupStats, pending_bytes, saturation, standings
+from penstock.server.metrics.engine_stats import GroupStats, group_stats, pending_bytes, saturation
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -26,40 +26,40 @@ if TYPE_CHECKING:
     from starlette.routing import Route
 
 WINDOWS_S = {"5m": 300.0, "1h": 3_600.0}
-"""The windows of a fast-burn alert: the long one says that it matters, the short one that it is now."""
+"""The windows of a fast-burn alert: the long one shows that it matters, the short one that it goes on."""
 
 PAGE_BURN = 14.4
 """Burn at which a page is due: 2 % of a 30-day budget within the hour. Pressure is 1 there."""
 
 STEP_S = 5.0
-"""How far apart remembered totals are: a window is longer than it says by less than this."""
+"""Time between remembered totals: a window is longer than its name by less than this."""
 
 LOOP_SPAN_S = 15.0
-"""Over which the loop's own processor time is averaged: shorter is noise to an autoscaler."""
+"""The loop's processor time is averaged over this: a shorter span is noise to an autoscaler."""
 
 MAX_GROUPS_SHOWN = 1_000
-"""Groups in one document, those with the most pressure; it stays below 300 KB."""
+"""Groups in one document, those with the most pressure; the document stays below 300 KB."""
 
 BLAMED = frozenset({"deferred", "disk-full", "disk-refused", "writer-failed", "corrupted"})
-"""Refusals that are the broker's: no room, or a disk that fails. Others are the caller's own doing:
-a quota that is used up, a batch that can never fit, data that breaks a rule."""
+"""Refusals caused by the broker: no room, or a failing disk. The caller causes all others: a quota that is
+used up, a batch that can never fit, data that breaks a rule."""
 
 
 class Objectives(msgspec.Struct, frozen=True):
-    """What the broker is to achieve."""
+    """The service level objectives of the broker."""
 
     publish_s: float = 0.1
-    """A publish is durable within this, taken up to the next bound of the latency buckets..."""
+    """A publish is durable within this, rounded up to the next bound of the latency buckets..."""
     publish_share: float = 0.99
     """... in this share of all cases."""
     accepted_share: float = 0.999
-    """Publishes that are not refused for want of room."""
+    """The share of publishes that the broker does not refuse (`BLAMED`)."""
     waiting_s: float = 30.0
     """An event is handed to a consumer within this; a group at twice this age has pressure 2."""
 
 
 class History:
-    """Totals that only grow, at times a step apart, to tell what was added within a window.
+    """Growing totals, remembered a step apart, which give the amount added within a window.
 
     >>> history = History(span_s=60.0, step_s=10.0)
     >>> for at in range(0, 120, 10): history.note(float(at), [at])
@@ -69,12 +69,12 @@ class History:
 
     def __init__(self, span_s: float, step_s: float = STEP_S) -> None:
         self._step_s = step_s
-        # One more than fits the span: the oldest lies at or before its beginning.
+        # One more than fits the span, so that the oldest lies at or before its beginning.
         self._notes: deque[tuple[float, list[int]]] = deque(maxlen=int(span_s / step_s) + 2)
         self._newest: tuple[float, list[int]] | None = None
 
     def note(self, now_s: float, totals: Sequence[int]) -> None:
-        """These are the totals now. A total that fell means a new count: the past is forgotten."""
+        """Remember the totals. A total that fell begins a new count, and clears the past."""
         newest = self._newest
         if newest is not None:
             if now_s < newest[0]:
@@ -86,7 +86,7 @@ class History:
             self._notes.append(self._newest)
 
     def added(self, now_s: float, window_s: float) -> list[int]:
-        """What was added in the last `window_s`, or since the first note when that is less long ago."""
+        """The amount added in the last `window_s`, or since the first note when that is shorter."""
         if self._newest is None:
             return []
         since = self._notes[0][1]
@@ -98,7 +98,7 @@ class History:
 
 
 class Burn:
-    """How fast the error budget of one objective is used: the share of failures over the share allowed.
+    """How fast the error budget of one objective is used: share of failures divided by the allowed share.
 
     >>> burn = Burn(share=0.99)
     >>> burn.note(0.0, total=0, bad=0); burn.note(10.0, total=100, bad=2)
@@ -116,7 +116,7 @@ class Burn:
         self._history = History(max(WINDOWS_S.values()))
 
     def note(self, now_s: float, total: int, bad: int) -> None:
-        """Of `total` so far, `bad` have failed."""
+        """Remember that `bad` of `total` so far have failed."""
         self._history.note(now_s, (total, bad))
 
     def rate(self, now_s: float, window_s: float) -> float:
@@ -130,7 +130,7 @@ class Burn:
 
 
 def alarm_of(rates: Mapping[str, float]) -> float:
-    """1 where a page is due: all windows burn at `PAGE_BURN` or faster.
+    """The slowest window's burn as a share of `PAGE_BURN`; at 1 a page is due.
 
     >>> alarm_of({"5m": 28.8, "1h": 7.2})
     0.5
@@ -139,10 +139,10 @@ def alarm_of(rates: Mapping[str, float]) -> float:
 
 
 class GroupPressure(GroupStats):
-    """A group and how much it wants more consumers."""
+    """A group, and how much it needs more consumers."""
 
     pressure: float = 0.0
-    """`waiting_s` against its objective."""
+    """`waiting_s` divided by its objective."""
 
 
 class Pressure(msgspec.Struct):
@@ -166,16 +166,16 @@ class Pressure(msgspec.Struct):
 def total_pressure(
     full: Mapping[str, float], burn: Mapping[str, Mapping[str, float]], groups: float
 ) -> float:
-    """The one number: the worst of all resources, of the slowest group and of the alarms.
+    """The one number: the highest of all resources, the slowest group and the alarms.
 
-    `inflight` is left out: consumers that hold all they may are how a queue works.
+    `inflight` is left out: in a queue that works, consumers hold as many events as they may.
     """
     resources = (ratio for name, ratio in full.items() if name != "inflight")
     return max(*resources, *map(alarm_of, burn.values()), groups)
 
 
 class PressureMonitor:
-    """Watches a running engine and says how much pressure there is."""
+    """Watches a running engine, and makes the document of its pressure."""
 
     def __init__(
         self,
@@ -196,13 +196,13 @@ class PressureMonitor:
         self.tick()
 
     async def run(self) -> None:
-        """Look every few seconds, for as long as the broker lives: windows need it, readers do not."""
+        """Remember totals every few seconds while the broker runs, because the windows need them."""
         while True:
             await asyncio.sleep(STEP_S)
             self.tick()
 
     def tick(self) -> None:
-        """Remember where the totals stand."""
+        """Remember the current totals."""
         now_s, counters = self._engine.runtime.now(), self._counters
         publishes = counters.publish.values()
         buckets = added(publishes)
@@ -217,17 +217,17 @@ class PressureMonitor:
             self._loop.append((now_s, self._cpu_s()))
 
     def _loop_share(self, now_s: float) -> float:
-        """The share of one processor that the loop's thread uses: it cannot use more than one."""
+        """The share of one processor that the loop's thread uses; a thread uses at most one."""
         since_s, used_s = self._loop[0]
         passed_s = now_s - since_s
         return 0.0 if passed_s < STEP_S else (self._cpu_s() - used_s) / passed_s
 
     def read(self, known: Mapping[str, GroupStats] | None = None) -> Pressure:
-        """The document, as of now; call it on the loop. `known` spares looking at groups again."""
+        """The document, as of now; call it on the loop. With `known`, groups are not read again."""
         self.tick()
         engine = self._engine
         now_s = engine.runtime.now()
-        groups = self._groups(standings(engine) if known is None else known)
+        groups = self._groups(group_stats(engine) if known is None else known)
         full = saturation(engine)
         full["connections"] = self._counters.connections / engine.settings.server.max_connections
         full["loop"] = self._loop_share(now_s)
@@ -253,7 +253,7 @@ class PressureMonitor:
         )
 
     def _groups(self, known: Mapping[str, GroupStats]) -> dict[str, GroupPressure]:
-        """The groups that somebody may want to scale: not the listeners that live with a client."""
+        """The groups that an operator can scale, without the listeners that end with their client."""
         allowed_s = self.objectives.waiting_s
         return {
             name: GroupPressure(**msgspec.structs.asdict(each), pressure=each.waiting_s / allowed_s)
@@ -263,7 +263,7 @@ class PressureMonitor:
 
 
 def pressure_routes(read: Callable[[], Pressure]) -> list[Route]:
-    """`GET /pressure` for an application of Starlette's; `read` is `PressureMonitor.read`."""
+    """`GET /pressure` for a Starlette application; `read` is `PressureMonitor.read`."""
     try:
         from starlette.responses import Response as Answer
         from starlette.routing import Route as Way

@@ -1,11 +1,10 @@
-"""The catalogue of metrics: every name the broker exports, with its kind, labels and meaning.
+"""Metrics of the broker, as Prometheus reads them.
 
-docs/reference/metrics.md is printed from it; tests compare it with the page and with what is exported.
+`Metrics.collect` reads the numbers on the loop, where nothing changes meanwhile; a thread writes them out
+as text. The registry is the broker's own, so that other libraries in the process do not show up.
 
-Metrics: the engine and the broker's counters as Prometheus sees them (rows X10 and Q10).
-
-The numbers are collected on the loop, where nothing changes meanwhile, and written out as text in
-a thread. The registry is our own: what else lives in the process does not show up here.
+The catalogue below lists every exported name with its kind, labels and meaning. `make reference` prints it as
+docs/reference/metrics.md; tests compare the page with the catalogue, and the catalogue with a scrape.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from penstock.server.metrics.engine_stats import (
     PARTS,
     GroupStats,
     Retained,
+    group_stats,
     pending_bytes,
     quotas,
-    standings,
     troubles_of,
 )
 from penstock.server.metrics.pressure import Pressure, PressureMonitor
@@ -43,105 +42,6 @@ if TYPE_CHECKING:
     from starlette.responses import Response
     from starlette.routing import Route
 
-# -- metrics_catalogue ----------------------------------------------------------------------------
-
-
-class Family(NamedTuple):
-    """One metric with all its labels."""
-
-    name: str
-    kind: Literal["counter", "gauge", "histogram"]
-    labels: tuple[str, ...]
-    about: str
-
-
-PAIR = ("tenant", "topic")
-
-
-def _counter(name: str, about: str, *labels: str) -> Family:
-    return Family(name, "counter", labels, about)
-
-
-def _gauge(name: str, about: str, *labels: str) -> Family:
-    return Family(name, "gauge", labels, about)
-
-
-def _histogram(name: str, about: str, *labels: str) -> Family:
-    return Family(name, "histogram", labels, about)
-
-
-SECTIONS: dict[str, tuple[Family, ...]] = {
-    "Events and bytes": (
-        _counter("penstock_published_events_total", "Events that became durable.", *PAIR),
-        _counter("penstock_published_bytes_total", "Bytes of their payloads, uncompressed.", *PAIR),
-        _counter("penstock_delivered_events_total", "Events sent to consumers, every attempt.", *PAIR),
-        _counter("penstock_delivered_bytes_total", "Bytes of their payloads, uncompressed.", *PAIR),
-        _counter("penstock_replayed_events_total", "Stored events that were read back.", *PAIR),
-        _counter("penstock_duplicate_events_total", "Published events that had been stored before and were recognised by their token: exactly-once hits.", *PAIR),
-        _counter("penstock_settled_events_total", "Events settled by consumers: `ack`, `nack`, `reject`, `extend`; `late` came after the lease.", "kind"),
-    ),
-    "Latency": (
-        _histogram("penstock_publish_seconds", "From a publish at the broker's door until it was durable; one observation for each publish.", "tenant"),
-        _histogram("penstock_delivery_seconds", "From the append of an event until it was first sent to a consumer of a group; one for each event and group. Left out is what is sent again: retries, a delivery to a client that came back, what a group reads again after a reset, replayed dead letters, and what of the partition was on its way just then. What a consumer left without having looked at it, and what is read again after a restart of the broker, counts once more.", "tenant"),
-        _gauge("penstock_p99_seconds", "99th percentile of the last 5 minutes, of `publish` and of `delivery`.", "path"),
-        _counter("penstock_commit_seconds_total", "Time spent writing and syncing commits."),
-    ),
-    "Refusals and failures": (
-        _counter("penstock_refused_publishes_total", "Publishes, replays and connections that were refused, and the limit that was reached. `deferred` and `throttled` are back-pressure; `dropped` never fits. Of a connection no tenant is known.", "kind", "limit", "tenant"),
-        _counter("penstock_backpressure_total", "Times that deliveries to a client were stopped, and why: its `send-buffer` was full, or the `fan-out` had no room for a batch and left it out.", "reason"),
-        _counter("penstock_fastpath_total", "Large payloads and frames whose work was `taken` off the broker's loop, or had `fallen-back` to it because all threads were busy.", "outcome"),
-        _counter("penstock_failed_deliveries_total", "Deliveries that were `nacked`, `expired`, `returned` by a consumer that left, or `rejected`. All but the last are tried again until attempts run out: the retry rate.", "cause"),
-        _counter("penstock_dead_letters_total", "Events that became dead letters.", *PAIR),
-        _counter("penstock_dead_letters_replayed_total", "Dead letters given back to their consumer.", *PAIR),
-        _gauge("penstock_dead_letters_kept", "Dead letters in the view."),
-        _counter("penstock_frame_errors_total", "Requests that were answered with an error, and what was no frame.", "code"),
-        _gauge("penstock_problem", "1 while something is wrong: the `writer` failed, `housekeeping` or the `audit` chain did, the `disk` is full, or write-once topics are at a size limit of `retention`.", "part"),
-    ),
-    "Groups": (
-        _gauge("penstock_group_lag_events", "Events a group has still to settle and can still read.", "group"),
-        _gauge("penstock_group_outstanding_events", "Those of them handed out or between two attempts.", "group"),
-        _gauge("penstock_group_oldest_seconds", "Age of the oldest event that is not settled: the queue's age.", "group"),
-        _gauge("penstock_group_waiting_seconds", "Age of the oldest event that was never handed out.", "group"),
-        _counter("penstock_group_lost_events_total", "Events that retention deleted before the group had read them.", "group", "topic"),
-        _gauge("penstock_group_members", "Consumers in the group.", "group"),
-    ),
-    "Clients": (
-        _gauge("penstock_connections", "Clients connected now."),
-        _counter("penstock_connections_opened_total", "Clients that ever connected."),
-        _gauge("penstock_client_held_bytes", "What clients make the broker hold: partial uploads, expanded frames, requests without an answer, answers that are not read or were not confirmed."),
-        _gauge("penstock_client_limit_bytes", "The most it may be: `server.max_client_bytes`."),
-        _gauge("penstock_quota_usage_ratio", "How much of a tenant's limit is used; 1 is all of it. A rate is used up when nothing is left of its burst.", "tenant", "quota"),
-    ),
-    "Storage": (
-        _counter("penstock_commits_total", "Group commits."),
-        _counter("penstock_disk_written_bytes_total", "Bytes written by the `journal`, to `segments` and to `side` files.", "part"),
-        _gauge("penstock_write_amplification_ratio", "Bytes written to disk for each byte published, since the broker started."),
-        _gauge("penstock_journal_pending_bytes", "Bytes waiting for the next commit."),
-        _gauge("penstock_journal_backlog_bytes", "Closed journal files that are not sealed yet."),
-        _gauge("penstock_retained_bytes", "Sealed bytes of events that retention keeps, before compression.", *PAIR),
-        _gauge("penstock_segment_bytes", "Size of all segments on disk."),
-        _gauge("penstock_topics", "Topics."),
-        _gauge("penstock_groups", "Consumer groups."),
-        _gauge("penstock_scheduled_events", "Events waiting for their time."),
-        _gauge("penstock_dedup_tokens", "Tokens remembered for recognising duplicates."),
-        _gauge("penstock_audit_behind_bytes", "Journal that the audit chain has not caught up with."),
-    ),
-    "Pressure": (
-        _gauge("penstock_pressure_ratio", "The one number of `/pressure`: 0 idle, 1 at a limit, more beyond it."),
-        _gauge("penstock_saturation_ratio", "How full one resource is: 1 is at its limit.", "resource"),
-        _gauge("penstock_slo_burn_ratio", "How fast the error budget of an objective is used over a window: 1 is just as fast as it may be.", "objective", "window"),
-    ),
-    "About": (
-        _gauge("penstock_build_info", "Always 1; the label is the version.", "version"),
-    ),
-}  # fmt: skip
-
-FAMILIES = {family.name: family for section in SECTIONS.values() for family in section}
-
-
-# -- metrics --------------------------------------------------------------------------------------
-
-
 Sample = tuple[str, tuple[str, ...], float]
 """Name, label values, value."""
 
@@ -149,7 +49,7 @@ _BOUND_TEXTS = [*map(str, BOUNDS_S), "+Inf"]
 
 
 class Metrics:
-    """Reads an open engine, the counters and the pressure; `collect` is what a scrape needs."""
+    """Reads an open engine, the counters and the pressure; `collect` gives the numbers of a scrape."""
 
     def __init__(
         self,
@@ -163,7 +63,7 @@ class Metrics:
         self._fastpath = fastpath
         self._engine = engine
         self._counters = counters
-        self._gauge = gauge
+        self._monitor = gauge
         self._retained = Retained(counters.labels)
         engine.dead_letter_store.buried = counters.dead_letter
         engine.dead_letter_store.revived = counters.dead_letter_replayed
@@ -174,7 +74,7 @@ class Metrics:
 
     def collect(self) -> Scrape:
         """All numbers as of now; call it on the loop."""
-        known = standings(self._engine)
+        known = group_stats(self._engine)
         samples: dict[str, list[tuple[tuple[str, ...], float]]] = {name: [] for name in FAMILIES}
         for part in (
             self._traffic(),
@@ -182,7 +82,7 @@ class Metrics:
             self._groups(known),
             self._clients(),
             self._storage(),
-            _pressure(self._gauge.read(known)),
+            _pressure(self._monitor.read(known)),
         ):
             for name, labels, value in part:
                 samples[name].append((labels, value))
@@ -318,7 +218,7 @@ def _copied(histograms: dict[str, Histogram]) -> dict[str, tuple[list[int], floa
 
 
 class Scrape:
-    """The numbers of one moment, for a registry to write out, in whatever thread it does that."""
+    """The numbers of one moment; a registry writes them out in any thread."""
 
     def __init__(
         self,
@@ -357,7 +257,7 @@ def _prometheus() -> Any:
 
 
 def metrics_routes(collect: Callable[[], Scrape]) -> list[Route]:
-    """`GET /metrics` for an application of Starlette's; `collect` is `Metrics.collect`."""
+    """`GET /metrics` for a Starlette application; `collect` is `Metrics.collect`."""
     prometheus = _prometheus()
     try:
         from starlette.responses import Response as Answer
@@ -371,7 +271,7 @@ def metrics_routes(collect: Callable[[], Scrape]) -> list[Route]:
     async def answer(request: Request) -> Response:
         """Metrics, in the text format of Prometheus or OpenMetrics."""
         encoder, kind = prometheus.exposition.choose_encoder(request.headers.get("accept", ""))
-        async with one_at_a_time:  # however many ask: the loop pays for one scrape at a time
+        async with one_at_a_time:  # with many callers, the loop still does one scrape at a time
             registry = prometheus.CollectorRegistry(auto_describe=False)
             prometheus.ProcessCollector(registry=registry)
             registry.register(collect())
@@ -379,3 +279,99 @@ def metrics_routes(collect: Callable[[], Scrape]) -> list[Route]:
         return Answer(text, headers={"content-type": kind})
 
     return [Way("/metrics", answer, methods=["GET"])]
+
+
+# -- the catalogue ----------------------------------------------------------------------------------
+
+
+class Family(NamedTuple):
+    """One metric with all its labels."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    labels: tuple[str, ...]
+    about: str
+
+
+PAIR = ("tenant", "topic")
+
+
+def _counter(name: str, about: str, *labels: str) -> Family:
+    return Family(name, "counter", labels, about)
+
+
+def _gauge(name: str, about: str, *labels: str) -> Family:
+    return Family(name, "gauge", labels, about)
+
+
+def _histogram(name: str, about: str, *labels: str) -> Family:
+    return Family(name, "histogram", labels, about)
+
+
+SECTIONS: dict[str, tuple[Family, ...]] = {
+    "Events and bytes": (
+        _counter("penstock_published_events_total", "Events that became durable.", *PAIR),
+        _counter("penstock_published_bytes_total", "Bytes of their payloads, uncompressed.", *PAIR),
+        _counter("penstock_delivered_events_total", "Events sent to consumers, every attempt.", *PAIR),
+        _counter("penstock_delivered_bytes_total", "Bytes of their payloads, uncompressed.", *PAIR),
+        _counter("penstock_replayed_events_total", "Stored events that were read back.", *PAIR),
+        _counter("penstock_duplicate_events_total", "Published events that had been stored before and were recognised by their token: exactly-once hits.", *PAIR),
+        _counter("penstock_settled_events_total", "Events settled by consumers: `ack`, `nack`, `reject`, `extend`; `late` came after the lease.", "kind"),
+    ),
+    "Latency": (
+        _histogram("penstock_publish_seconds", "From a publish at the broker's door until it was durable; one observation for each publish.", "tenant"),
+        _histogram("penstock_delivery_seconds", "From the append of an event until it was first sent to a consumer of a group; one for each event and group. Left out is what is sent again: retries, a delivery to a client that came back, what a group reads again after a reset, replayed dead letters, and what of the partition was on its way just then. What a consumer left without having looked at it, and what is read again after a restart of the broker, counts once more.", "tenant"),
+        _gauge("penstock_p99_seconds", "99th percentile of the last 5 minutes, of `publish` and of `delivery`.", "path"),
+        _counter("penstock_commit_seconds_total", "Time spent writing and syncing commits."),
+    ),
+    "Refusals and failures": (
+        _counter("penstock_refused_publishes_total", "Publishes, replays and connections that were refused, and the limit that was reached. `deferred` and `throttled` are back-pressure; `dropped` never fits. Of a connection no tenant is known.", "kind", "limit", "tenant"),
+        _counter("penstock_backpressure_total", "Times that deliveries to a client were stopped, and why: its `send-buffer` was full, or the `fan-out` had no room for a batch and left it out.", "reason"),
+        _counter("penstock_fastpath_total", "Large payloads and frames whose work was `taken` off the broker's loop, or had `fallen-back` to it because all threads were busy.", "outcome"),
+        _counter("penstock_failed_deliveries_total", "Deliveries that were `nacked`, `expired`, `returned` by a consumer that left, or `rejected`. All but the last are tried again until attempts run out: the retry rate.", "cause"),
+        _counter("penstock_dead_letters_total", "Events that became dead letters.", *PAIR),
+        _counter("penstock_dead_letters_replayed_total", "Dead letters given back to their consumer.", *PAIR),
+        _gauge("penstock_dead_letters_kept", "Dead letters in the view."),
+        _counter("penstock_frame_errors_total", "Requests that were answered with an error, and what was no frame.", "code"),
+        _gauge("penstock_problem", "1 while something is wrong: the `writer` failed, `housekeeping` or the `audit` chain did, the `disk` is full, or write-once topics are at a size limit of `retention`.", "part"),
+    ),
+    "Groups": (
+        _gauge("penstock_group_lag_events", "Events a group has still to settle and can still read.", "group"),
+        _gauge("penstock_group_outstanding_events", "Those of them handed out or between two attempts.", "group"),
+        _gauge("penstock_group_oldest_seconds", "Age of the oldest event that is not settled: the queue's age.", "group"),
+        _gauge("penstock_group_waiting_seconds", "Age of the oldest event that was never handed out.", "group"),
+        _counter("penstock_group_lost_events_total", "Events that retention deleted before the group had read them.", "group", "topic"),
+        _gauge("penstock_group_members", "Consumers in the group.", "group"),
+    ),
+    "Clients": (
+        _gauge("penstock_connections", "Clients connected now."),
+        _counter("penstock_connections_opened_total", "Clients that ever connected."),
+        _gauge("penstock_client_held_bytes", "What clients make the broker hold: partial uploads, expanded frames, requests without an answer, answers that are not read or were not confirmed."),
+        _gauge("penstock_client_limit_bytes", "The most it may be: `server.max_client_bytes`."),
+        _gauge("penstock_quota_usage_ratio", "How much of a tenant's limit is used; 1 is all of it. A rate is used up when nothing is left of its burst.", "tenant", "quota"),
+    ),
+    "Storage": (
+        _counter("penstock_commits_total", "Group commits."),
+        _counter("penstock_disk_written_bytes_total", "Bytes written by the `journal`, to `segments` and to `side` files.", "part"),
+        _gauge("penstock_write_amplification_ratio", "Bytes written to disk for each byte published, since the broker started."),
+        _gauge("penstock_journal_pending_bytes", "Bytes waiting for the next commit."),
+        _gauge("penstock_journal_backlog_bytes", "Closed journal files that are not sealed yet."),
+        _gauge("penstock_retained_bytes", "Sealed bytes of events that retention keeps, before compression.", *PAIR),
+        _gauge("penstock_segment_bytes", "Size of all segments on disk."),
+        _gauge("penstock_topics", "Topics."),
+        _gauge("penstock_groups", "Consumer groups."),
+        _gauge("penstock_scheduled_events", "Events waiting for their time."),
+        _gauge("penstock_dedup_tokens", "Tokens remembered for recognising duplicates."),
+        _gauge("penstock_audit_behind_bytes", "Journal that the audit chain has not caught up with."),
+    ),
+    "Pressure": (
+        _gauge("penstock_pressure_ratio", "The one number of `/pressure`: 0 idle, 1 at a limit, more beyond it."),
+        _gauge("penstock_saturation_ratio", "How full one resource is: 1 is at its limit.", "resource"),
+        _gauge("penstock_slo_burn_ratio", "How fast the error budget of an objective is used over a window: 1 is just as fast as it may be.", "objective", "window"),
+    ),
+    "About": (
+        _gauge("penstock_build_info", "Always 1; the label is the version.", "version"),
+    ),
+}  # fmt: skip
+
+FAMILIES = {family.name: family for section in SECTIONS.values() for family in section}

@@ -1,7 +1,7 @@
-"""CURVE: who may come in over ZeroMQ, decided before a single frame is read.
+"""CURVE for ZeroMQ: which client keys may connect, decided before any frame is read.
 
-Encryption is libzmq's. It asks us about each public key (ZAP, https://rfc.zeromq.org/spec/27) when
-`server.curve_clients` lists some; without a list every key comes in, and tokens decide the rest.
+libzmq encrypts. When `server.curve_clients` lists keys, libzmq asks about each client's public key (ZAP,
+https://rfc.zeromq.org/spec/27); without a list every key may connect, and only tokens are checked.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def make_keys() -> tuple[str, str]:
 
 
 def public_key(secret: str, setting: str = "server.curve_secret_key") -> str:
-    """The public key that belongs to a secret one: what clients have as `client.curve_server_key`."""
+    """The public key of a secret one; clients have it as `client.curve_server_key`."""
     return zmq.curve_public(curve_key(secret, setting)).decode()
 
 
 class CurveAuthenticator:
-    """Makes sockets of one context CURVE servers, and answers for their clients' keys."""
+    """Makes sockets of one context CURVE servers, and answers libzmq's questions about client keys."""
 
     def __init__(self, context: Context, server: Server) -> None:
         self._secret = server.curve_secret_key and curve_key(
@@ -58,17 +58,17 @@ class CurveAuthenticator:
             self._pump = Pump(self._socket, self._answer)
 
     def guard(self, socket: Socket) -> None:
-        """Let only clients with the right keys into a socket that is not bound yet."""
+        """Let only clients with the right keys connect to a socket that is not bound yet."""
         if not self._secret:
             return
         socket.set(zmq.CURVE_SERVER, 1)
         socket.set(zmq.CURVE_SECRETKEY, self._secret)
         if self._listed:
             socket.set(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
-            socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody comes in should the gate be gone
+            socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer no client can connect
 
     def close(self) -> None:
-        """Answer no more; whoever comes now waits in vain."""
+        """Stop answering: no more clients can connect."""
         if self._socket is not None and not self._socket.closed:
             self._pump.stop()
             self._socket.close()

@@ -1,7 +1,8 @@
-"""Fanout: everything that is committed, for whoever listens, over a PUB socket.
+"""Every committed batch, sent to all subscribers over a PUB socket.
 
-At most once: who is not connected misses it, and who is slow loses some, or its connection. Every batch is a message
-of three parts: its topic, an envelope and the encoded batch. ZeroMQ subscribes by prefix.
+Delivery is at most once: a subscriber that is not connected misses batches, and a slow one loses some, or
+its connection. Each batch is a message of three parts: its topic, an envelope and the encoded batch.
+ZeroMQ subscribes by prefix.
 """
 
 from __future__ import annotations
@@ -21,28 +22,28 @@ from penstock.server.transports.zeromq_peers import Peers
 from penstock.transport.zeromq import NOBLOCK, Context, Pump, Socket, zmq
 from penstock.wire.frame import ENVELOPE, MAGIC, VERSION, Kind, Mark
 
-# Batches that wait for one subscriber; what comes while there are more, it loses.
+# Batches that wait for one subscriber; it loses batches beyond that.
 AHEAD_BATCHES = 1_000
-# Bytes that wait for all subscribers together: beyond, the slowest loses its connection, and one
+# Bytes that wait for all subscribers together. Above that the slowest loses its connection, and one
 # more with every step. At twice as many, nothing is sent.
 BUFFER_BYTES = 64 << 20
 STEP_BYTES = 8 << 20
 # Distinct prefixes that are told apart; with more, every batch is sent to libzmq, which filters.
 MAX_PREFIXES = 16_384
-# A subscription is a prefix of a topic; libzmq cuts a connection that sends more.
+# A subscription is a prefix of a topic; libzmq ends a connection that sends more.
 MAX_SUBSCRIPTION_BYTES = 4_096
-# Topics whose listeners are remembered.
+# Topics for which it is remembered whether they have subscribers.
 MAX_KNOWN_TOPICS = 16_384
-# Subscriptions taken before other work of the loop gets its turn.
+# Subscriptions read before other work of the loop gets its turn.
 SUBSCRIPTIONS_PER_TURN = 1_024
 ENVELOPE_BYTES = ENVELOPE.pack(MAGIC, VERSION, Kind.DELIVER, Mark.RAW, 0)
 MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
-# What libzmq gets to send the last batches when the fan-out stops.
+# Time for libzmq to send the last batches when the fan-out stops.
 LINGER_MS = 100
 
 
 class _Held(weakref.ref[memoryview]):
-    """An encoded batch that libzmq holds for somebody."""
+    """An encoded batch that libzmq holds for a subscriber."""
 
     __slots__ = ("size_bytes",)
     size_bytes: int
@@ -51,9 +52,9 @@ class _Held(weakref.ref[memoryview]):
 class Fanout:
     """Sends committed batches to subscribers."""
 
-    def __init__(self, settings: Settings, tally: Counters | None = None) -> None:
+    def __init__(self, settings: Settings, counters: Counters | None = None) -> None:
         self.settings = settings
-        self._tally = tally or Counters()
+        self._counters = counters or Counters()
         self._prefixes: set[bytes] = set()
         self._all = False
         self._wanted: dict[str, bool] = {}
@@ -77,7 +78,7 @@ class Fanout:
                 key="server.pub",
             )
         context: Context = zmq.Context()
-        with ExitStack() as opened:  # taken back to front at the end
+        with ExitStack() as opened:  # closed in reverse order at the end
             opened.callback(context.destroy, linger=LINGER_MS)
             gate = CurveAuthenticator(context, server)
             opened.callback(gate.close)
@@ -95,13 +96,13 @@ class Fanout:
         return bound
 
     def stop(self) -> None:
-        """Stop listening; what is under way gets a moment."""
+        """Stop listening; batches on their way have LINGER_MS."""
         opened, self._opened = self._opened, None
         if opened is not None:
             opened.close()
 
     def committed(self, batches: Sequence[EventBatch]) -> None:
-        """Send what was committed just now; costs nothing for topics that nobody listens to."""
+        """Send batches that were just committed; costs nothing for topics without subscribers."""
         if self._opened is None or not (self._prefixes or self._all):
             return
         for batch in batches:
@@ -110,7 +111,7 @@ class Fanout:
         self._pump.nudge()
 
     def held_bytes(self) -> int:
-        """Bytes that libzmq holds for subscribers who have not taken them yet."""
+        """Bytes that libzmq holds for subscribers that have not read them yet."""
         while self._freed:
             held = self._held.pop(id(self._freed.popleft()))
             self._held_bytes -= held.size_bytes
@@ -127,7 +128,7 @@ class Fanout:
 
     def _send(self, batch: EventBatch) -> None:
         if not self._room():
-            self._tally.backpressure("fan-out")
+            self._counters.backpressure("fan-out")
             return
         encoded = memoryview(batch.encode())
         held = _Held(encoded, self._freed.append)  # called in a thread of pyzmq
@@ -139,7 +140,7 @@ class Fanout:
         self._socket.send(zmq.Frame(encoded, copy=False), NOBLOCK, copy=False)
 
     def _room(self) -> bool:
-        """Whether there is room for another batch; makes some at the cost of whoever needs it most."""
+        """Whether there is room for another batch; makes room by disconnecting the slowest subscriber."""
         held = self.held_bytes()
         if held <= BUFFER_BYTES:
             self._limit_bytes = BUFFER_BYTES

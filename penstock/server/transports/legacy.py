@@ -1,8 +1,8 @@
-"""OldClient: a client that never negotiates, served by the same broker as everyone else.
+"""Clients of the old protocol, which never negotiate; the same broker serves them.
 
-It turns old commands into frames and frames into old replies, so identity, quotas, leases and
-durability are the broker's own. What the old commands cannot say, such as heartbeats and how far a
-client has got with its answers, it says on the client's behalf.
+`OldClient` turns old commands into frames, and frames into old replies, so that identity, quotas, leases
+and durability work as for every client. It sends on the client's behalf what old commands lack, such as
+heartbeats and confirmations of answers.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from penstock.wire.message import to_fault
 
 # A tag is delivery and index in one number. No batch has more events than 2^24.
 INDEX_BITS = 24
-# Commands taken and not answered yet; reading stops there until some are.
+# Commands without an answer; reading pauses at this number.
 MAX_WAITING = 1_024
 MAX_SUBSCRIPTIONS = 64
-# Deliveries whose tags are accepted: an old one may be held by nobody any more.
+# Deliveries whose tags are accepted: the lease of an older one has ended long ago.
 MAX_DELIVERIES = 65_536
 MEMBER = "old-client"
 
@@ -36,13 +36,13 @@ Answer = Callable[[Frame], old.AnyReply]
 
 
 class Wire(Protocol):
-    """What carries the bytes."""
+    """The connection of an old client."""
 
     peer: str
     loopback: bool
 
     def write(self, *data: bytes) -> None:
-        """Queue bytes; those of one call count as one frame."""
+        """Queue bytes; all of one call count as one frame."""
         ...
 
     def pending_bytes(self) -> int:
@@ -54,7 +54,7 @@ class Wire(Protocol):
         ...
 
     def welcomed(self) -> None:
-        """The broker knows who this is: large messages are welcome from now on."""
+        """The client has its Welcome: large messages are accepted from now on."""
         ...
 
     def hold(self, stop: bool) -> None:
@@ -67,7 +67,7 @@ class Wire(Protocol):
 
 
 class OldClient:
-    """One such client; for the broker it is a link like any other."""
+    """One old client; for the broker it is a Link."""
 
     def __init__(self, wire: Wire, settings: Settings) -> None:
         self.peer = wire.peer
@@ -77,41 +77,41 @@ class OldClient:
         self._connection: Connection | None = None
         self._greeted = False
         self._welcome = False
-        self._early: list[Frame] = []
+        self._unsent: list[Frame] = []
         self._request = 0
         self._sequence = 0
         self._settle_sequence = 0
         self._answers: dict[int, tuple[_Slot, Answer]] = {}
         self._slots: deque[_Slot] = deque()
         self.waiting_bytes = 0
-        """Of its commands that are not answered."""
-        self._behind: deque[old.AnyCommand] = deque()
+        """Bytes of its commands without an answer."""
+        self._waiting: deque[old.AnyCommand] = deque()
         self._catching_up = False
         self._leased: dict[int, set[int]] = {}
         self._feeds = 0
         self._settlements: dict[int, _Report] = {}
         self._loop = asyncio.get_running_loop()
-        self._beat: asyncio.TimerHandle | None = None
+        self._heartbeat: asyncio.TimerHandle | None = None
 
     def start(self, connect: Callable[[Link], Connection]) -> Connection:
-        """Show up at the broker; raises when it takes no more clients."""
+        """Connect to the broker; raises when it accepts no more clients."""
         self._connection = connect(self)
-        self._beat_later()
+        self._schedule_heartbeat()
         return self._connection
 
     def stop(self) -> None:
         """The connection is gone."""
         self._connection = None
-        if self._beat is not None:
-            self._beat.cancel()
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
 
     # -- commands ------------------------------------------------------------------------------
 
     def command(self, command: int, body: bytes | bytearray | memoryview) -> None:
-        """Carry out a command; raises ProtocolViolation when it is none."""
+        """Carry out a command; raises ProtocolViolation when it is not a valid one."""
         taken = old.parse_command(command, body)
-        if self.full:  # it came in the same read as those before it
-            self._behind.append(taken)
+        if self.full:  # it arrived in the same read as the commands before it
+            self._waiting.append(taken)
         else:
             self._take(taken)
         if self.full:
@@ -119,8 +119,8 @@ class OldClient:
 
     @property
     def full(self) -> bool:
-        """Whether no more should be read until some of its commands are answered."""
-        return self._busy or bool(self._behind)
+        """Whether reading should pause until some of its commands are answered."""
+        return self._busy or bool(self._waiting)
 
     @property
     def _busy(self) -> bool:
@@ -129,8 +129,8 @@ class OldClient:
     def _catch_up(self) -> None:
         self._catching_up = False
         try:
-            while self._behind and not self._busy:
-                self._take(self._behind.popleft())
+            while self._waiting and not self._busy:
+                self._take(self._waiting.popleft())
         except PenstockError as error:
             self._wire.write(_error(to_fault(error)).message())
             self._wire.close()
@@ -180,7 +180,7 @@ class OldClient:
 
     def _publish(self, command: old.LegacyPublish) -> None:
         size_bytes, limit_bytes = len(command.payload), self._settings.limits.max_payload_bytes
-        if size_bytes > limit_bytes:  # answered before it is copied on its way to the engine
+        if size_bytes > limit_bytes:  # refused before it is copied on its way to the engine
             words = (
                 f"a payload of {size_bytes} bytes is over limits.max_payload_bytes of {limit_bytes}"
             )
@@ -263,7 +263,7 @@ class OldClient:
         waiting = self._answers.pop(0, None)
         if waiting is not None:
             self._reply(waiting[0], waiting[1](frame))
-        early, self._early = self._early, []
+        early, self._unsent = self._unsent, []
         for each in early:
             self._send(each)
 
@@ -282,14 +282,14 @@ class OldClient:
                     event.topic, event.key, event.payload,
                 )  # fmt: skip
                 messages.append(leased.message())
-        # In one call: a client is not cut off because of a single delivery, however large it is.
+        # In one call: a single delivery, however large, does not disconnect a client.
         self._wire.write(*messages)
         self._leased[meta.delivery] = held
         if len(self._leased) > MAX_DELIVERIES:
             del self._leased[next(iter(self._leased))]
         self._report(meta.delivery).handed = batch.count
 
-    # -- the rest ------------------------------------------------------------------------------
+    # -- requests, replies and reports ---------------------------------------------------------
 
     def _ask(self, kind: Kind, message: say.Message, answer: Answer, size_bytes: int = 0) -> None:
         self._request += 1
@@ -298,7 +298,7 @@ class OldClient:
 
     def _send(self, frame: Frame) -> None:
         if not self._welcome and frame.kind != Kind.HELLO:
-            self._early.append(frame)
+            self._unsent.append(frame)
         elif self._connection is not None:
             self._connection.received(frame)
 
@@ -309,13 +309,13 @@ class OldClient:
         return slot
 
     def _reply(self, slot: _Slot, reply: old.AnyReply) -> None:
-        """Replies go out in the order of their commands, whichever was ready first."""
+        """Replies leave in the order of their commands, whichever was ready first."""
         slot.reply = reply.message()
         while self._slots and self._slots[0].reply is not None:
             first = self._slots.popleft()
             self.waiting_bytes -= first.size_bytes
             self._wire.write(first.reply or b"")
-        if self._behind and not self._catching_up:
+        if self._waiting and not self._catching_up:
             self._catching_up = True
             self._loop.call_soon(self._catch_up)
         if not self.full:
@@ -341,15 +341,17 @@ class OldClient:
         )
         self._send(Frame(Kind.SETTLE, 0, say.encode(message)))
 
-    def _beat_later(self) -> None:
-        self._beat = self._loop.call_later(self._settings.server.heartbeat_s, self._send_beat)
+    def _schedule_heartbeat(self) -> None:
+        self._heartbeat = self._loop.call_later(
+            self._settings.server.heartbeat_s, self._send_heartbeat
+        )
 
-    def _send_beat(self) -> None:
-        """TCP knows whether the client is there; the broker hears it from here."""
+    def _send_heartbeat(self) -> None:
+        """Old clients send no heartbeats: TCP notices a client that is gone."""
         if self._welcome:
             answered = min(self._answers, default=self._request + 1)
             self._send(Frame(Kind.HEARTBEAT, 0, say.encode(say.Beat(answered))))
-        self._beat_later()
+        self._schedule_heartbeat()
 
 
 class _Slot:
@@ -359,12 +361,12 @@ class _Slot:
 
     def __init__(self, size_bytes: int = 0) -> None:
         self.size_bytes = size_bytes
-        """What the command holds of the memory until then."""
+        """Bytes of the command, held until the reply."""
         self.reply: bytes | None = None
 
 
 class _Report:
-    """What happened to a delivery in this turn of the loop."""
+    """The settlements of a delivery in this turn of the loop."""
 
     __slots__ = ("acks", "handed", "nacks")
 

@@ -1,4 +1,8 @@
-"""Link: one connection of one client, whatever carries it."""
+"""The seam between transports and the broker: a link to a client, and the broker's side of it.
+
+A transport implements `Link` for each client, asks the broker (`Connections`) for a `Connection`, and
+passes frames to it.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,13 @@ from typing import Protocol
 from penstock.model.errors import Rejected
 from penstock.wire.frame import Frame
 
-# Of one client's requests that wait for answers: beyond, no more is read from it over TCP, and over
-# ZeroMQ, where nobody can stop reading from one client, it is told to come again.
+# Bytes of one client's requests without an answer. Above that, reading from it pauses over TCP; over
+# ZeroMQ, where reading from one client cannot pause, requests are refused.
 UNANSWERED_BYTES = 64 << 20
 
 
 class Link(Protocol):
-    """What the broker asks of a transport."""
+    """One client, as its transport shows it to the broker."""
 
     peer: str
     """Where the client is, for logs."""
@@ -40,11 +44,11 @@ class Link(Protocol):
 
 
 class Connection(Protocol):
-    """What the broker gives for a link."""
+    """One client, as the broker shows it to the transport."""
 
     @property
     def tenant(self) -> str:
-        """Whom the client speaks for; nobody before its welcome."""
+        """The client's tenant; "" before its Welcome."""
         ...
 
     def received(self, frame: Frame) -> None:
@@ -54,24 +58,24 @@ class Connection(Protocol):
     def lost(self, reason: str, *, closed: bool = False) -> None:
         """The connection is gone; called once for each connection.
 
-        `closed`: the client's side has ended it, its operating system at the least.
+        `closed`: the client's side has ended it, at least its operating system.
         """
         ...
 
 
 class Connections(Protocol):
-    """What a transport asks of the broker."""
+    """The part of the broker that a transport uses."""
 
     def connected(self, link: Link) -> Connection:
         """A connection for a link; raises when there are too many."""
         ...
 
     def failed(self, error: Exception) -> None:
-        """Count what a transport answers with an error because it could not read or take it."""
+        """Count a message that a transport answers with an error, because it cannot read or accept it."""
         ...
 
     def refused(self, error: Rejected) -> None:
-        """The same for what it did not take because of a limit: it is a refusal, too."""
+        """The same for a message over a limit, which also counts as a refusal."""
         ...
 
 

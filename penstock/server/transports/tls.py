@@ -1,10 +1,8 @@
-"""TLS of the broker, as its settings want it.
+"""TLS of the broker: its settings as a context, and a listener that limits open handshakes.
 
-Listening with TLS: who is still shaking hands counts, too.
-
-asyncio tells its protocol of a connection when the handshake is done. Until then a client that says
-nothing would cost a descriptor and 50 KB, and there could be any number of them; so connections are
-accepted here, and turned away when too many are open.
+asyncio reports a connection when its handshake is done. Until then a client that sends nothing would cost
+a descriptor and 50 KB, and there could be any number of them. So `TlsListener` accepts connections itself,
+and closes new ones when too many are open.
 """
 
 from __future__ import annotations
@@ -19,7 +17,10 @@ from penstock.model.errors import InvalidSettings
 from penstock.model.settings import Server
 from penstock.server.logs import LogQuota
 
-# -- tls ------------------------------------------------------------------------------------------
+log = logging.getLogger("penstock.server.tcp")
+
+# Accepting pauses for this long when the system has no descriptor left.
+PAUSE_S = 0.1
 
 
 def server_tls(server: Server) -> ssl.SSLContext | None:
@@ -49,17 +50,8 @@ def server_tls(server: Server) -> ssl.SSLContext | None:
     return context
 
 
-# -- tls_listener ---------------------------------------------------------------------------------
-
-
-log = logging.getLogger("penstock.server.tcp")
-
-# No more is accepted for this long when the system has no descriptor left.
-PAUSE_S = 0.1
-
-
 class TlsListener:
-    """Accepts connections and shakes hands; `make` is called for each that comes so far."""
+    """Accepts connections and does their handshakes; `make` is called for each that succeeds."""
 
     def __init__(
         self,
@@ -72,11 +64,11 @@ class TlsListener:
         self._context = context
         self._make = make
         self._full = full
-        """Told how many are shaking hands, says whether nobody more is let in."""
+        """Told the number of open handshakes; True when no more connections are accepted."""
         self._refusals = refusals
         self._listening: list[net.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
-        self._shaking: set[asyncio.Task[None]] = set()
+        self._handshakes: set[asyncio.Task[None]] = set()
 
     async def start(self, host: str, port: int, backlog: int, handshake_s: float) -> None:
         """Listen on every address of the host; raises OSError."""
@@ -101,13 +93,13 @@ class TlsListener:
         ]
 
     def close(self) -> None:
-        """Take nobody new, and let go of those who are not in yet."""
-        for task in (*self._accepting, *self._shaking):
+        """Accept no more connections, and drop open handshakes."""
+        for task in (*self._accepting, *self._handshakes):
             task.cancel()
 
     async def wait_closed(self) -> None:
         """Wait until nothing is under way."""
-        await asyncio.gather(*self._accepting, *self._shaking, return_exceptions=True)
+        await asyncio.gather(*self._accepting, *self._handshakes, return_exceptions=True)
 
     async def _accept(self, listening: net.socket, handshake_s: float) -> None:
         with listening:
@@ -119,25 +111,25 @@ class TlsListener:
                     await asyncio.sleep(PAUSE_S)
                     continue
                 self._admit(connection, handshake_s)
-                await asyncio.sleep(0)  # the next may be there already, and others want the loop
+                await asyncio.sleep(0)  # many connections may wait, and other tasks need the loop
 
     def _admit(self, connection: net.socket, handshake_s: float) -> None:
-        if self._full(len(self._shaking)):
+        if self._full(len(self._handshakes)):
             connection.close()
             return
-        task = asyncio.create_task(self._shake(connection, handshake_s))
-        self._shaking.add(task)
-        task.add_done_callback(self._shaking.discard)
+        task = asyncio.create_task(self._handshake(connection, handshake_s))
+        self._handshakes.add(task)
+        task.add_done_callback(self._handshakes.discard)
 
-    async def _shake(self, connection: net.socket, handshake_s: float) -> None:
+    async def _handshake(self, connection: net.socket, handshake_s: float) -> None:
         peer = _peer(connection)
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
                 self._make, connection, ssl=self._context, ssl_handshake_timeout=handshake_s
             )
-        except OSError as error:  # those of TLS and of time are some, too
+        except OSError as error:  # among them errors of TLS and timeouts
             connection.close()
-            if isinstance(error, ssl.SSLError):  # it spoke, and is not let in
+            if isinstance(error, ssl.SSLError):  # the client spoke TLS, and is rejected
                 self._refusals.warning("client refused", peer=peer, reason=str(error))
             else:
                 log.debug("no handshake", extra={"reason": str(error)})
@@ -146,6 +138,6 @@ class TlsListener:
 def _peer(connection: net.socket) -> str:
     try:
         host, port = connection.getpeername()[:2]
-    except OSError:  # it is gone again
+    except OSError:  # the client has gone
         return "?"
     return f"{host}:{port}"

@@ -1,9 +1,9 @@
-"""Peers: who is connected to a listening ZeroMQ socket, and the means to cut a connection.
+"""The connections of a listening ZeroMQ socket, and the means to end one of them.
 
-libzmq tells neither which clients there are nor lets go of one, checks the size of parts but not
-of messages, and holds a message back until it is complete. This looks after all of that through
-the socket's monitor and the connections' descriptors: strangers who do not introduce themselves,
-and messages that grow without end, lose their connection.
+libzmq neither lists its clients nor disconnects one; it checks the size of parts but not of messages, and
+holds a message back until it is complete. `Peers` adds all of that through the socket's monitor and the
+connections' descriptors: it ends connections that send no Hello in time, or a message without end.
+A peer is unwelcomed until it has the Welcome of the broker.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ import struct
 from collections.abc import Callable
 
 from penstock.server.logs import LogQuota
-from penstock.server.readiness import STRANGERS, most_sockets
+from penstock.server.readiness import UNWELCOMED, most_sockets
 from penstock.transport.zeromq import Context, Monitor, Socket, zmq
 
 log = logging.getLogger("penstock.server.zmq")
 
-# From connecting to being welcomed; until then a peer costs a descriptor and a little memory.
-STRANGER_S = 10.0
-# What a peer may send until then: room for a Hello that resumes a large session.
-STRANGER_BYTES = 1 << 20
-# Connections that are still to be welcomed, beyond server.max_connections.
-MAX_STRANGERS = STRANGERS
-# How often strangers are looked at, while there are any: a flood grows no longer than this.
-STRANGER_LOOK_S = 0.1
-# How often the others are.
+# From connecting to the Welcome; until then a peer costs a descriptor and a little memory.
+UNWELCOMED_S = 10.0
+# Bytes that a peer may send until then: room for a Hello that resumes a large session.
+UNWELCOMED_BYTES = 1 << 20
+# Connections without a Welcome, beyond server.max_connections.
+MAX_UNWELCOMED = UNWELCOMED
+# How often unwelcomed peers are checked, while there are any: a flood grows no longer than this.
+UNWELCOMED_LOOK_S = 0.1
+# How often other peers are checked.
 LOOK_S = 1.0
-# What libzmq may have read of one peer beyond the frame that is arriving, while the broker does not keep up
-# with all of them; and how often that is looked at then.
+# Bytes that libzmq may have read of one peer beyond the frame that is arriving, while the broker does not
+# keep up with all peers; and how often that is checked then.
 AHEAD_BYTES = 64 << 20
 AHEAD_LOOK_S = 0.1
 # Bytes a message needs on the wire besides its parts: lengths, CURVE, heartbeats.
@@ -50,25 +50,25 @@ WATCHED = int(
 
 
 class Peer:
-    """One connection, whoever it is."""
+    """One connection, with or without a Welcome."""
 
     __slots__ = (
         "acked_bytes", "ahead_bytes", "base_bytes", "ending", "fd", "messages", "name", "seen",
-        "since_s", "stranger", "taken_bytes", "violations",
+        "since_s", "taken_bytes", "unwelcomed", "violations",
     )  # fmt: skip
 
     def __init__(self, fd: int, name: str, since_s: float) -> None:
         self.fd = fd
         self.name = name
         self.since_s = since_s
-        self.stranger = True
+        self.unwelcomed = True
         self.messages = 0
-        """Whole messages that were read from it."""
+        """Complete messages read from it."""
         self.violations = 0
         self.taken_bytes = 0
-        """What whole messages took on the wire, those that were read from it."""
+        """Bytes on the wire of the complete messages read from it."""
         self.ahead_bytes = 0
-        """What had arrived beyond that when the broker began to fall behind."""
+        """Bytes that had arrived beyond those when the broker began to fall behind."""
         self.ending = False
         self.seen = 0
         self.base_bytes = 0
@@ -86,18 +86,18 @@ class Peers:
         max_frame_bytes: int | None,
         on_gone: Callable[[int], None] = lambda fd: None,
     ) -> None:
-        """Without `max_frame_bytes` nobody has to introduce themselves, and nobody is looked at."""
+        """Without `max_frame_bytes` peers need no Hello, and are not checked."""
         self._loop = asyncio.get_running_loop()
-        self._max_peers = most_sockets(max_connections, MAX_STRANGERS)
+        self._max_peers = most_sockets(max_connections, MAX_UNWELCOMED)
         self._max_message_bytes = max_frame_bytes
         self._on_gone = on_gone
         self._refusals = LogQuota(log)
         self._peers: dict[int, Peer] = {}
-        self._strangers: dict[int, Peer] = {}
-        self._look: asyncio.TimerHandle | None = None
+        self._unwelcomed: dict[int, Peer] = {}
+        self._timer: asyncio.TimerHandle | None = None
         self._looked_s = self._ahead_looked_s = self._loop.time()
         self._caught_up = True
-        self._monitor = Monitor(context, socket, WATCHED, self._happened)
+        self._monitor = Monitor(context, socket, WATCHED, self._on_event)
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -108,12 +108,12 @@ class Peers:
         return self._peers.get(fd) or Peer(-1, "?", self._loop.time())
 
     def welcome(self, peer: Peer) -> None:
-        """The peer is known now: it may take its time and send large frames."""
-        peer.stranger = False
-        self._strangers.pop(peer.fd, None)
+        """The peer has its Welcome: it may be slow, and send large frames."""
+        peer.unwelcomed = False
+        self._unwelcomed.pop(peer.fd, None)
 
     def cut(self, peer: Peer, reason: str, *, gently: bool = False) -> None:
-        """End a connection now; gently, what the operating system has taken still arrives."""
+        """End a connection now; `gently` lets bytes arrive that the operating system has taken."""
         self._monitor.drain()
         if self._peers.get(peer.fd) is not peer or peer.ending:
             return
@@ -133,9 +133,9 @@ class Peers:
             log.info("it was gone already: %s", error, extra={"peer": peer.name})
 
     def slowest(self) -> Peer | None:
-        """Of the peers that have something to read, the one that read least since the last call.
+        """The peer with unread bytes that has read least since the last call.
 
-        None while a connection is being cut: what is freed by that may be enough.
+        None while a connection is being ended: the memory that this frees may be enough.
         """
         self._monitor.drain()
         slowest, least = None, 0
@@ -149,13 +149,14 @@ class Peers:
         return slowest
 
     def caught_up(self) -> None:
-        """All that had arrived was read."""
+        """Everything that had arrived is read."""
         self._caught_up = True
 
     def look_ahead(self) -> None:
-        """More has arrived than could be read in a turn: cut whoever sends far more than is taken.
+        """More arrived than one turn could read: end connections far ahead of what the broker reads.
 
-        libzmq reads on, because a limit of its own would be a way to end the broker (`configure`).
+        libzmq has no limit of its own here, because its limit would let a client end the broker
+        (`configure`).
         """
         now_s = self._loop.time()
         if now_s - self._ahead_looked_s < AHEAD_LOOK_S:
@@ -172,21 +173,21 @@ class Peers:
                 self.cut(peer, f"{ahead - peer.ahead_bytes} bytes ahead of what the broker reads")
 
     def close(self) -> None:
-        """Watch no more; call it before the socket is closed."""
-        if self._look is not None:
-            self._look.cancel()
-            self._look = None
+        """Stop watching; call it before the socket is closed."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         self._peers.clear()
-        self._strangers.clear()
+        self._unwelcomed.clear()
         self._monitor.close()
 
-    # -- what the monitor says -------------------------------------------------------------------
+    # -- events of the monitor -------------------------------------------------------------------
 
-    def _happened(self, event: int, value: int) -> None:
+    def _on_event(self, event: int, value: int) -> None:
         if event == zmq.EVENT_ACCEPTED:
             self._accepted(value)
         elif event == zmq.EVENT_DISCONNECTED:
-            self._strangers.pop(value, None)
+            self._unwelcomed.pop(value, None)
             if self._peers.pop(value, None) is not None:
                 self._on_gone(value)
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
@@ -198,44 +199,44 @@ class Peers:
         try:
             with net.fromfd(fd, net.AF_INET, net.SOCK_STREAM) as connection:
                 name = _name(connection)
-        except OSError:  # it is gone again, and the monitor is about to say so
+        except OSError:  # it is gone already; an event of the monitor follows
             name = "?"
         peer = Peer(fd, name, self._loop.time())
-        alone = not self._strangers
+        alone = not self._unwelcomed
         self._peers[fd] = peer
         if self._max_message_bytes is not None:
-            self._strangers[fd] = peer
+            self._unwelcomed[fd] = peer
         if len(self._peers) > self._max_peers:
             self._loop.call_soon(self.cut, peer, "too many connections")
-        if alone and self._strangers:
-            self._look_again()
+        if alone and self._unwelcomed:
+            self._schedule_check()
 
-    # -- looking after them ------------------------------------------------------------------------
+    # -- checks --------------------------------------------------------------------------------------
 
-    def _look_around(self) -> None:
+    def _check_peers(self) -> None:
         self._monitor.drain()
         now_s = self._loop.time()
-        for peer in list(self._strangers.values()):
-            if now_s - peer.since_s > STRANGER_S:
-                self.cut(peer, f"not welcomed within {STRANGER_S:g} s")
-            elif _traffic(peer.fd)[1] > STRANGER_BYTES:
-                self.cut(peer, f"more than {STRANGER_BYTES} bytes before it was welcomed")
+        for peer in list(self._unwelcomed.values()):
+            if now_s - peer.since_s > UNWELCOMED_S:
+                self.cut(peer, f"not welcomed within {UNWELCOMED_S:g} s")
+            elif _traffic(peer.fd)[1] > UNWELCOMED_BYTES:
+                self.cut(peer, f"more than {UNWELCOMED_BYTES} bytes before it was welcomed")
         if now_s - self._looked_s >= LOOK_S:
             self._looked_s = now_s
             for peer in list(self._peers.values()):
                 self._check_progress(peer)
-        self._look_again()
+        self._schedule_check()
 
-    def _look_again(self) -> None:
-        if self._look is not None:
-            self._look.cancel()
-        pause_s = STRANGER_LOOK_S if self._strangers else LOOK_S
-        self._look = self._loop.call_later(pause_s, self._look_around) if self._peers else None
+    def _schedule_check(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        pause_s = UNWELCOMED_LOOK_S if self._unwelcomed else LOOK_S
+        self._timer = self._loop.call_later(pause_s, self._check_peers) if self._peers else None
 
     def _check_progress(self, peer: Peer) -> None:
-        """Whether a message grows and grows: bytes arrive, but no message is ever complete."""
+        """End a connection whose message grows without end: bytes arrive, but no message completes."""
         limit = self._max_message_bytes
-        if limit is None or peer.stranger:  # strangers are checked more closely
+        if limit is None or peer.unwelcomed:  # unwelcomed peers have closer limits
             return
         if peer.messages != peer.seen:
             peer.seen = peer.messages
@@ -250,7 +251,7 @@ def _name(connection: net.socket) -> str:
 
 
 def _traffic(fd: int) -> tuple[int, int, int]:
-    """Bytes a connection has sent, received and still to send; zeros where the system does not tell."""
+    """Bytes that a connection sent, received, and has still to send; zeros where the system has none."""
     try:
         connection = net.socket(net.AF_INET, net.SOCK_STREAM, 0, fileno=fd)
     except OSError:
@@ -261,5 +262,5 @@ def _traffic(fd: int) -> tuple[int, int, int]:
     except (OSError, struct.error):
         return 0, 0, 0
     finally:
-        connection.detach()  # it is libzmq's, not ours to close
+        connection.detach()  # libzmq owns the descriptor, and closes it
     return acked, received, unsent
