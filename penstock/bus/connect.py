@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from penstock.bus.bus import Bus
-from penstock.engines.broker.engine import broker_engine
+from penstock.engines.broker import engine_for
 from penstock.engines.credential import Token
 from penstock.engines.embedded.engine import EmbeddedEngine
 from penstock.engines.embedded.follower import FollowerEngine
@@ -74,7 +74,7 @@ def connect(
         raise InvalidSettings("only a broker asks for a token; leave it out", key="token")
     engine: Engine
     if scheme in BROKER:
-        engine = broker_engine(scheme, place, settings, identity, options.get("client", ""), token)
+        engine = engine_for(scheme, place, settings, identity, options.get("client", ""), token)
     elif scheme == "mem":
         engine = MemoryEngine(settings)
     elif options.get("mode") == "ro":
