@@ -29,6 +29,11 @@ except ImportError as error:
         extra="server",
     ) from error
 
+__all__ = [
+    "COPY_BELOW_BYTES", "MARK_BYTES", "NOBLOCK", "WINDOW_BYTES", "Context", "Monitor", "Pump", "Socket",
+    "ZmqOutbox", "client_context", "curve_key", "endpoint", "keep_alive", "zmq",
+]  # fmt: skip
+
 Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]
 
