@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli import invocation as exits
 from penstock.cli import output
-from penstock.cli.invocation import Invocation, Noun
+from penstock.cli.invocation import INVALID, Invocation, Noun
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -47,7 +46,7 @@ def check(invocation: Invocation, file: str | None) -> None:
         output.print_text(output.escaped(str(problem)))
     errors = sum(problem.severity == "error" for problem in problems)
     if errors:
-        raise click.exceptions.Exit(exits.INVALID)
+        raise click.exceptions.Exit(INVALID)
     if not invocation.json:
         output.note(f"the settings are valid, {len(problems)} warnings")
 

@@ -19,10 +19,9 @@ import click
 import msgspec
 
 import penstock
-from penstock.cli import invocation as exits
 from penstock.cli import output
 from penstock.cli.arguments import Duration
-from penstock.cli.invocation import DEFAULT_URL, Invocation, folder_of, leaf
+from penstock.cli.invocation import DEFAULT_URL, FAILED, Invocation, folder_of, leaf
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -72,7 +71,7 @@ def command(invocation: Invocation, seconds: float, rate: float) -> None:
     else:
         _print_summary(result)
     if not result["balanced"]:
-        raise click.exceptions.Exit(exits.FAILED)
+        raise click.exceptions.Exit(FAILED)
 
 
 async def _run(invocation: Invocation, seconds: float, rate: float) -> dict[str, Any]:

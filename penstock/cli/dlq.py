@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli import invocation as exits
 from penstock.cli import output
 from penstock.cli.invocation import (
+    FAILED,
     Invocation,
     Noun,
     change,
@@ -204,7 +204,7 @@ def _change(invocation: Invocation, word: str, confirm: str, dry_run: bool, what
 
     destroy(invocation, word, confirm, dry_run, what, work, show)
     if failed:
-        raise click.exceptions.Exit(exits.FAILED)
+        raise click.exceptions.Exit(FAILED)
 
 
 def _report(invocation: Invocation, done: str, ids: list[str], outcome: Any) -> bool:

@@ -22,10 +22,9 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from penstock.cli import invocation as exits
 from penstock.cli import output
 from penstock.cli.arguments import DURATION
-from penstock.cli.invocation import Invocation, folder_of, is_broker, leaf
+from penstock.cli.invocation import FAILED, Invocation, folder_of, is_broker, leaf
 from penstock.log.disk import RealDisk, write_file
 from penstock.model.errors import Corrupted, InvalidSettings, PenstockError
 from penstock.model.settings_loader import read_file
@@ -113,7 +112,7 @@ def _check(invocation: Invocation, deep: bool, bundle: str | None) -> None:
     if bundle is not None:
         _export(invocation, bundle, "deep" if deep else "check", checks)
     if failed:
-        raise click.exceptions.Exit(exits.FAILED)
+        raise click.exceptions.Exit(FAILED)
 
 
 def _examine(invocation: Invocation, deep: bool) -> Iterator[Check]:

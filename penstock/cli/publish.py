@@ -26,10 +26,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 import msgspec
 
-from penstock.cli import invocation as exits
 from penstock.cli import output
 from penstock.cli.arguments import DURATION, FUTURE
-from penstock.cli.invocation import Invocation, change, complete_topic, leaf
+from penstock.cli.invocation import (
+    INTERRUPTED,
+    TERMINATED,
+    Invocation,
+    change,
+    complete_topic,
+    leaf,
+)
 from penstock.model.errors import DecodeFailed, InvalidInput, PayloadTooLarge, PenstockError
 
 if TYPE_CHECKING:
@@ -593,7 +599,7 @@ def _publish(invocation: Invocation, plan: Plan, direct: bytes | None, paths: li
     publisher = publishers[0]
     if received is not None:
         _report_interrupt(invocation, publisher)
-        raise click.exceptions.Exit(exits.INTERRUPTED if received == signal.SIGINT else exits.TERMINATED)  # fmt: skip
+        raise click.exceptions.Exit(INTERRUPTED if received == signal.SIGINT else TERMINATED)  # fmt: skip
     _report(invocation, publisher)
 
 

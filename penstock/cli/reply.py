@@ -8,9 +8,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from penstock.cli import invocation as exits
 from penstock.cli import output
-from penstock.cli.invocation import Invocation, change, complete_topic, leaf
+from penstock.cli.invocation import (
+    INTERRUPTED,
+    TERMINATED,
+    Invocation,
+    change,
+    complete_topic,
+    leaf,
+)
 from penstock.cli.program import EXEC_HELP, HOPELESS, run_program
 from penstock.cli.publish import understood
 from penstock.model.errors import DeliveryError, InvalidInput
@@ -56,9 +62,7 @@ def command(invocation: Invocation, pattern: str, value: str | None, group: str,
     answered = change(invocation, work, creates=True)
     output.note(f"{answered} requests answered")
     if signals:
-        raise click.exceptions.Exit(
-            exits.INTERRUPTED if signals[0] == signal.SIGINT else exits.TERMINATED
-        )
+        raise click.exceptions.Exit(INTERRUPTED if signals[0] == signal.SIGINT else TERMINATED)
 
 
 async def _settled(bus: penstock.Bus, event: penstock.Event, value: str | None, program: str | None, stopping: asyncio.Event) -> bool:  # fmt: skip

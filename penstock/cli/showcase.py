@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any, Self
 import click
 import msgspec
 
-from penstock.cli import invocation as exits
 from penstock.cli import output
 from penstock.cli.arguments import DURATION
-from penstock.cli.invocation import DEFAULT_URL, Invocation, asked_to_stop, folder_of, leaf
+from penstock.cli.invocation import DEFAULT_URL, FAILED, Invocation, asked_to_stop, folder_of, leaf
 from penstock.model.errors import InvalidInput, PenstockError
 from penstock.pipelines.builtin.risk_tags import TAGS
 
@@ -64,7 +63,7 @@ def command(invocation: Invocation, for_s: float | None, rate: float, master: st
     _report(invocation, folder, books, table_rows)
     out = sum(each.out for each in books.values())
     if not all(each.balanced for each in books.values()) or table_rows != out:
-        raise click.exceptions.Exit(exits.FAILED)
+        raise click.exceptions.Exit(FAILED)
 
 
 def _run(

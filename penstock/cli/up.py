@@ -26,10 +26,18 @@ import msgspec
 from penstock.cli import checks as checkup_folder
 from penstock.cli import checks as checkup_keys
 from penstock.cli import checks as checkup_network
-from penstock.cli import invocation as exits
 from penstock.cli import output
 from penstock.cli.checks import Check, check_descriptors, check_needed, guarded
-from penstock.cli.invocation import DEFAULT_URL, Invocation, folder_of, leaf
+from penstock.cli.invocation import (
+    DEFAULT_URL,
+    FAILED,
+    INTERRUPTED,
+    TERMINATED,
+    Invocation,
+    exit_code,
+    folder_of,
+    leaf,
+)
 from penstock.log.recovery import ABOUT
 from penstock.model.errors import InvalidSettings, PenstockError
 from penstock.server.ports import (
@@ -126,7 +134,7 @@ def _check(invocation: Invocation, folder: Path) -> None:
             f"{len(failed)} problems" if failed else "the broker can start, and take publishes"
         )
     if failed:
-        raise click.exceptions.Exit(exits.exit_code(failed[0].code))
+        raise click.exceptions.Exit(exit_code(failed[0].code))
 
 
 def _examine(invocation: Invocation, folder: Path) -> Iterator[Check]:
@@ -204,7 +212,7 @@ log = logging.getLogger("penstock.up")
 LOOK_S = 0.25  # between two looks whether the writer has failed: clients have their errors already
 STOP_GRACE_S = 30.0  # beyond `server.drain_s`: the last commits, sealing under way, closing files
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-EXIT_CODES = {signal.SIGTERM: exits.TERMINATED, signal.SIGINT: exits.INTERRUPTED}
+EXIT_CODES = {signal.SIGTERM: TERMINATED, signal.SIGINT: INTERRUPTED}
 
 # Allocations between two looks for cycles, by generation. A broker makes next to none, and with a thousand
 # sessions a look at everything takes a tenth of a second, in which nobody is served.
@@ -356,7 +364,7 @@ class Serving:
                 await daemon.stop()
         except TimeoutError:
             log.error("stopping takes too long, given up; nothing acknowledged is lost")
-            self._leave(exits.FAILED if failure is None else exits.exit_code(failure.code))
+            self._leave(FAILED if failure is None else exit_code(failure.code))
         except PenstockError as error:
             if failure is None:
                 raise

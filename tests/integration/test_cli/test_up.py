@@ -311,7 +311,7 @@ def test_what_a_killed_broker_left_is_gone_while_the_next_one_starts(
 
 def test_a_drain_that_hangs_is_given_up(cli: Any, stand_in: Callable[..., Up]) -> None:
     script = cli.folder / "stand_in.py"
-    script.write_text("import penstock.cli.up\npenstock.cli.serving.STOP_GRACE_S = 0.2\n" + STAND_IN)  # fmt: skip
+    script.write_text("import penstock.cli.up\npenstock.cli.up.STOP_GRACE_S = 0.2\n" + STAND_IN)  # fmt: skip
     broker = stand_in(STOP_S=60, PENSTOCK_SERVER_DRAIN_S=0.1)
     broker.ports()
     code, _, err = broker.end()
