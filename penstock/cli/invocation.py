@@ -8,7 +8,6 @@ first. `--dry-run` shows the effect and changes nothing.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import signal
@@ -199,7 +198,7 @@ def leaf(name: str, **more: Any) -> Callable[[Callable[..., Any]], Leaf]:
 def look(invocation: Invocation, work: Callable[[penstock.Bus], Awaitable[T]]) -> T:
     """Do something that only reads; it works while another process writes the folder."""
     _require_folder(invocation.url)
-    return asyncio.run(_with_bus(invocation, read_only(invocation.url), work))
+    return _run(invocation, read_only(invocation.url), work)
 
 
 def change(
@@ -208,12 +207,20 @@ def change(
     """Do something that writes; with `creates`, a missing folder is made."""
     if not creates:
         _require_folder(invocation.url)
-    return asyncio.run(_with_bus(invocation, invocation.url, work))
+    return _run(invocation, invocation.url, work)
+
+
+def _run(invocation: Invocation, url: str, work: Callable[[penstock.Bus], Awaitable[T]]) -> T:
+    import asyncio  # here, since `--version` must be quick
+
+    return asyncio.run(_with_bus(invocation, url, work))
 
 
 async def _with_bus(
     invocation: Invocation, url: str, work: Callable[[penstock.Bus], Awaitable[T]]
 ) -> T:
+    import asyncio
+
     import penstock
     from penstock.model.settings_loader import unknown
 
@@ -414,6 +421,8 @@ def _names(context: click.Context, kind: str, incomplete: str) -> list[str]:
     folder = folder_of(invocation.url)
     if folder is None or not folder.is_dir():
         return []
+
+    import asyncio
 
     async def ask() -> list[str]:
         from penstock import connect  # before the timeout begins: the import takes its time

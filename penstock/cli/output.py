@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from penstock.engines.requests import MAX_PAGE, MAX_SKIP
 from penstock.model.parameter import show
 
 if TYPE_CHECKING:
@@ -341,6 +340,7 @@ def note_rest(there: int, limit: int, offset: int) -> None:
 
 def page_options(limit: int) -> Callable[[Any], Any]:
     """The `--limit` and `--offset` options of a command."""
+    from penstock.engines.requests import MAX_PAGE, MAX_SKIP  # `--version` must not load Arrow
 
     def decorate(function: Any) -> Any:
         most = click.IntRange(1, MAX_PAGE)

@@ -271,7 +271,7 @@ def test_texts_for_users_name_no_file_of_the_source_tree() -> None:
     assert [each for each in wrong if each[0] not in PRINTERS] == []
 
 
-PRINTERS = {"schema.py"}
+PRINTERS = {"protobuf.py"}
 """What they print is itself a file of docs/reference."""
 
 
