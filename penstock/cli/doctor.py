@@ -23,10 +23,7 @@ import msgspec
 from penstock.cli import output
 from penstock.cli.arguments import DURATION
 from penstock.cli.invocation import FAILED, Invocation, folder_of, is_broker, leaf
-from penstock.log.disk import RealDisk, write_file
 from penstock.model.errors import Corrupted, InvalidSettings, PenstockError
-from penstock.model.settings_loader import read_file
-from penstock.server.reload import flat, hidden
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -335,6 +332,9 @@ def _sums(rehearsal: Sequence[TenantRehearsal]) -> dict[str, int]:
 
 def config_hashes(settings: Settings | None, config: str | None, folder: Path | None) -> dict[str, str]:  # fmt: skip
     """Hashes that identify a configuration, without secrets: a hash of a weak secret can be guessed."""
+    from penstock.model.settings_loader import read_file
+    from penstock.server.reload import flat, hidden
+
     found: dict[str, str] = {}
     if settings is not None:
         found["settings"] = _digest({key: value for key, value in flat(settings).items() if not hidden(key)})  # fmt: skip
@@ -351,6 +351,8 @@ def config_hashes(settings: Settings | None, config: str | None, folder: Path | 
 
 
 def _without_secrets(table: Any, key: str = "") -> Any:
+    from penstock.server.reload import hidden
+
     if not isinstance(table, dict):
         return table
     inner = {name: f"{key}.{name}" if key else name for name in table}
@@ -368,6 +370,8 @@ def _digest(value: Any) -> str:
 
 def export(folder: Path, entry: Entry) -> Bundle:
     """Add an entry to the bundle in a folder, which is made when it is missing."""
+    from penstock.log.disk import RealDisk, write_file
+
     folder.mkdir(parents=True, exist_ok=True)
     bundle = read_bundle(folder)
     bundle.entries = [*bundle.entries, entry][-MAX_ENTRIES:]

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeAlias
 import click
 import msgspec
 
-from penstock.cli import checks, output
-from penstock.cli.checks import Check
+from penstock.cli import output
 from penstock.cli.invocation import (
     DEFAULT_URL,
     FAILED,
@@ -34,7 +33,6 @@ from penstock.cli.invocation import (
     folder_of,
     leaf,
 )
-from penstock.log.recovery import ABOUT
 from penstock.model.errors import InvalidSettings, PenstockError
 from penstock.server.ports import (
     Listening,
@@ -44,15 +42,15 @@ from penstock.server.ports import (
     remove_ports,
     write_ports,
 )
-from penstock.server.readiness import raise_limit
-from penstock.server.reload import Reloader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from penstock.cli.checks import Check
     from penstock.model.settings import Settings
     from penstock.server.daemon import Daemon
     from penstock.server.logs import Background
+    from penstock.server.reload import Reloader
 
 log = logging.getLogger("penstock.up")
 
@@ -144,6 +142,8 @@ def _check(invocation: Invocation, folder: Path) -> None:
 
 
 def _examine(invocation: Invocation, folder: Path) -> Iterator[Check]:
+    from penstock.cli import checks
+
     found = list(checks.check_config(invocation))
     yield from found
     if all(check.status != "fail" for check in found):
@@ -153,6 +153,7 @@ def _examine(invocation: Invocation, folder: Path) -> Iterator[Check]:
 
 def _run(invocation: Invocation, folder: Path) -> None:
     from penstock.bus.connect import tell_unknown
+    from penstock.cli import checks
     from penstock.server import logs
 
     settings = _load(invocation)
@@ -230,6 +231,7 @@ class Serving:
     async def run(self) -> None:
         """Serve; returns after a graceful stop, raises the error that ended the broker."""
         from penstock.server.daemon import Daemon
+        from penstock.server.readiness import raise_limit
 
         began = time.monotonic()
         log.info("starting", extra={"folder": str(self._folder), "pid": os.getpid()})
@@ -294,6 +296,8 @@ class Serving:
 
     async def _wait(self, daemon: Daemon) -> PenstockError | None:
         """Wait for a signal or for an engine that cannot write any more; returns its error."""
+        from penstock.server.reload import Reloader
+
         self._reloader = Reloader(
             daemon.engine.admission, self._settings, self._load, self._config, daemon.authenticator
         )
@@ -394,6 +398,8 @@ def notify(state: str) -> None:
 
 def steps(folder: Path, settings: Settings) -> Iterator[Step]:
     """The checks in order, those that do not depend on the moment first. None changes anything."""
+    from penstock.cli import checks
+
     yield "needed extras", partial(checks.check_needed, settings)
     yield from settings_steps(settings)
     yield "folder", partial(checks.check_place, folder)
@@ -408,6 +414,8 @@ def steps(folder: Path, settings: Settings) -> Iterator[Step]:
 
 def settings_steps(settings: Settings) -> Iterator[Step]:
     """The checks of the settings and of the files that they name."""
+    from penstock.cli import checks
+
     yield "addresses", partial(checks.check_addresses, settings)
     yield "access", partial(checks.check_access, settings)
     yield "secrets", partial(checks.check_secrets, settings)
@@ -416,12 +424,16 @@ def settings_steps(settings: Settings) -> Iterator[Step]:
 
 
 def _check_space(folder: Path, settings: Settings) -> Check:
+    from penstock.cli import checks
+
     place = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     return checks.check_space(place, settings)
 
 
 def require(folder: Path, settings: Settings) -> list[Check]:
     """Raise the error of the first check that fails; returns the warnings of the others."""
+    from penstock.cli.checks import Check
+
     found: list[Check] = []
     for name, step in steps(folder, settings):
         result = step()
@@ -434,6 +446,9 @@ def require(folder: Path, settings: Settings) -> list[Check]:
 
 def examine(folder: Path, settings: Settings) -> Iterator[Check]:
     """Every check, with its finding."""
+    from penstock.cli import checks
+    from penstock.log.recovery import ABOUT
+
     fit = folder.is_dir()
     for name, step in steps(folder, settings):
         found = list(checks.guarded(name, step))
