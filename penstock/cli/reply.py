@@ -18,7 +18,7 @@ from penstock.cli.invocation import (
     leaf,
 )
 from penstock.cli.program import EXEC_HELP, HOPELESS, run_program
-from penstock.cli.publish import understood
+from penstock.cli.publish import parse_value
 from penstock.model.errors import DeliveryError, InvalidInput
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ async def _settled(bus: penstock.Bus, event: penstock.Event, value: str | None, 
 
 async def _answer(bus: penstock.Bus, event: penstock.Event, value: str | None, program: str | None, stopping: asyncio.Event) -> bool:  # fmt: skip
     if program is None:
-        await bus.reply(event, understood(value or ""))
+        await bus.reply(event, parse_value(value or ""))
     else:
         lease_s = bus.settings.delivery.lease_s
         ended = await run_program(program, event, lease_s=lease_s, capture=True, stopping=stopping)
@@ -88,6 +88,6 @@ async def _answer(bus: penstock.Bus, event: penstock.Event, value: str | None, p
             settle = event.reject if ended.status == HOPELESS else event.nack
             await settle(reason=ended.reason)
             return False
-        await bus.reply(event, understood(ended.stdout.rstrip(b"\n").decode(errors="surrogateescape")))  # fmt: skip
+        await bus.reply(event, parse_value(ended.stdout.rstrip(b"\n").decode(errors="surrogateescape")))  # fmt: skip
     await event.ack()
     return True
