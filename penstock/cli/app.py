@@ -39,7 +39,7 @@ COMPLETION_VARIABLE = "_PENSTOCK_COMPLETE"
 
 
 class _ReaderGone(Exception):
-    """Whoever read our output has stopped reading."""
+    """The reader of stdout is gone."""
 
 
 class Root(click.Group):

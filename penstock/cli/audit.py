@@ -1,4 +1,4 @@
-"""`penstock audit`: who did what, whether the record of it is whole, and copies for safe keeping."""
+"""`penstock audit`: operator actions, whether their record is whole, and exports of it."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from penstock.cli.invocation import FAILED, Invocation, Noun
 if TYPE_CHECKING:
     from rich.table import Table
 
-MIN_PIPED_COLUMNS = 160  # a table in a pipe is not folded to a terminal nobody has
+MIN_PIPED_COLUMNS = 160  # a table in a pipe is not folded to the width of a terminal
 T = TypeVar("T")
 
 folder_option = click.option(

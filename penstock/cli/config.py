@@ -108,7 +108,7 @@ def _fields(settings: Any) -> Iterator[tuple[str, Any]]:
 
 
 def origins(path: str | None, env: Mapping[str, str], flags: Mapping[str, Any]) -> dict[str, str]:
-    """Which source each setting comes from, for those that somebody wrote.
+    """The source of each setting that a file, the environment or a flag sets.
 
     >>> origins(None, {"PENSTOCK_DELIVERY_LEASE_S": "5s"}, {"durability.fsync": "never"})
     {'delivery.lease_s': 'environment PENSTOCK_DELIVERY_LEASE_S', 'durability.fsync': 'flag'}

@@ -1,4 +1,4 @@
-"""What `penstock pipeline` does once Spark is there: run, show, compare."""
+"""The parts of `penstock pipeline` that need Spark: run a pipeline, show and compare its results."""
 
 from __future__ import annotations
 

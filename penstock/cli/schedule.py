@@ -1,4 +1,4 @@
-"""`penstock schedule`: events that are published again and again."""
+"""`penstock schedule`: events that are published repeatedly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`penstock tail`: follow topics as events are committed, beside whoever writes them."""
+"""`penstock tail`: follow topics as events are committed, while another process writes them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.cli.output import FORMAT_HELP, renderer
 if TYPE_CHECKING:
     import penstock
 
-LOOK_UP_S = 1.0  # how often a quiet tail checks whether anybody still reads it
+LOOK_UP_S = 1.0  # how often a quiet tail checks whether its output still has a reader
 
 
 @leaf("tail")
