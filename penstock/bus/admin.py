@@ -1,4 +1,8 @@
-"""Desks: the administrative side of a bus, one small object for each noun."""
+"""The administrative API of a bus: `bus.topics`, `bus.groups`, `bus.dead_letters` and so on.
+
+There is one class for each noun. Its methods check their values and let the engine answer the request;
+`Bus.need` refuses what the engine cannot do.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +37,10 @@ from penstock.model.topic import check_topic
 if TYPE_CHECKING:
     from penstock.bus.bus import Bus
 
-SEAL_LOOK_S = 0.02  # a little is sealed in milliseconds, a full journal file in seconds
-# Desks have a method `list`, which would hide the type in their annotations.
+# First pause between two requests whether sealing is done; it doubles up to a second. A few events are
+# sealed in milliseconds, a full journal file in seconds.
+SEAL_LOOK_S = 0.02
+# The classes have a method `list`, which would hide the type in their annotations.
 TopicInfos = list[TopicInfo]
 GroupInfos = list[GroupInfo]
 Letters = list[DeadLetter]
@@ -43,12 +49,13 @@ RouteRows = list[Route]
 Definitions = list[Definition]
 
 TRUTHS = {"True": True, "False": False}
-"""How the audit chain, which keeps texts and numbers, writes what is true or not."""
-TRUE_OR_NOT = ("enabled", "write_once")
+"""The audit chain keeps texts and numbers only: these texts are its booleans."""
+BOOLEANS = ("enabled", "write_once")
+"""The fields of audit records that hold booleans."""
 
 
 class AdminApi:
-    """What all desks share: a bus to ask."""
+    """The base of these classes: a bus whose engine answers requests."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -71,7 +78,7 @@ class Topics(AdminApi):
     """
 
     async def list(self, *, system: bool = False) -> TopicInfos:
-        """All topics; with `system`, the bus's own too."""
+        """All topics; with `system`, the topics of the bus itself, too."""
         found: TopicInfos = await self._bus.ask(ask.ListTopics(system))
         return found
 
@@ -89,7 +96,7 @@ class Topics(AdminApi):
         retention_bytes: Size | None = None,
         write_once: bool | None = None,
     ) -> TopicInfo:
-        """Make a topic before anybody publishes to it."""
+        """Make a topic before its first publish."""
         check_topic(name)
         spec = made(TopicSpec, partitions, retention_age_s, retention_bytes, write_once)
         if write_once is not None:
@@ -105,7 +112,7 @@ class Topics(AdminApi):
         retention_bytes: Size | None = None,
         write_once: bool | None = None,
     ) -> TopicInfo:
-        """Change the retention of a topic; what is left out stays as it is."""
+        """Change the retention of a topic; values that are left out stay the same."""
         wanted = made(
             ask.ConfigureTopic,
             name,
@@ -128,7 +135,7 @@ class Topics(AdminApi):
         return found
 
     async def seal(self) -> None:
-        """Bring what is stored now from the journal into Parquet segments; returns when it is there.
+        """Move all stored events from the journal into Parquet segments; returns when they are there.
 
         The log does this by itself when a journal file is full or `journal.roll_after_s` old.
         """
@@ -142,7 +149,7 @@ class Topics(AdminApi):
     async def delete(self, name: str, *, confirm: str = "", dry_run: bool = False) -> Effect:
         """Remove a topic and its events, with confirm="DELETE"; refused and audited when it is write-once.
 
-        `dry_run` changes nothing, needs no confirmation and returns what would go.
+        `dry_run` changes nothing, needs no confirmation and returns the effect that it would have.
         """
         request = ask.DeleteTopic(name, self._actor, confirm, dry_run)
         return await self._bus.ask(request)  # type: ignore[no-any-return]
@@ -182,15 +189,16 @@ class Groups(AdminApi):
         return found
 
     async def delete(self, name: str, *, confirm: str = "", dry_run: bool = False) -> Effect:
-        """Forget a group and where it was, with confirm="DELETE"; `dry_run` tells what would go."""
+        """Delete a group and its position, with confirm="DELETE"; `dry_run` returns the effect only."""
         request = ask.DeleteGroup(name, self._actor, confirm, dry_run)
         return await self._bus.ask(request)  # type: ignore[no-any-return]
 
 
 class DeadLetters(AdminApi):
-    """Dead letters: `bus.dead_letters` (row T8).
+    """Dead letters: `bus.dead_letters`.
 
-    Changes name an actor for the audit trail; a broker that was shown a token knows it by itself.
+    Changes name an actor for the audit trail; a broker takes the actor from the token instead, if it
+    was shown one.
     """
 
     async def list(
@@ -203,7 +211,7 @@ class DeadLetters(AdminApi):
         everything: bool = False,
         offset: int = 0,
     ) -> Letters:
-        """Dead letters, newest first; `everything` shows those that were replayed, too."""
+        """Dead letters, newest first; with `everything`, also the replayed ones."""
         wanted = ask.ListDead(consumer, topic, tenant, limit, everything, offset)
         found: Letters = await self._bus.ask(wanted)
         return found
@@ -224,9 +232,9 @@ class DeadLetters(AdminApi):
         actor: str = "",
         dry_run: bool = False,
     ) -> Outcome:
-        """Give dead letters back to their consumer; restate the exact target, and confirm="REPLAY".
+        """Deliver dead letters to their consumer again; restate the exact target, and confirm="REPLAY".
 
-        `dry_run` changes nothing, needs no confirmation and returns what would become of each.
+        `dry_run` changes nothing, needs no confirmation and returns the outcome for each.
         """
         self._bus.need("dead-letter-replay")
         found: Outcome = await self._bus.ask(
@@ -262,9 +270,9 @@ class DeadLetters(AdminApi):
         actor: str = "",
         dry_run: bool = False,
     ) -> Outcome:
-        """Take dead letters out of the view, with confirm="PURGE"; the log keeps the events.
+        """Remove dead letters from the list, with confirm="PURGE"; the log keeps the events.
 
-        `dry_run` changes nothing, needs no confirmation and returns what would become of each.
+        `dry_run` changes nothing, needs no confirmation and returns the outcome for each.
         """
         self._bus.need("dead-letter-replay")
         found: Outcome = await self._bus.ask(
@@ -274,7 +282,7 @@ class DeadLetters(AdminApi):
 
 
 class Audit(AdminApi):
-    """The audit chain: `bus.audit` (row T9)."""
+    """The audit chain: `bus.audit`."""
 
     async def query(
         self,
@@ -297,10 +305,10 @@ class Audit(AdminApi):
                 operation,
             )
         )
-        return [_with_truths(record) for record in found]
+        return [_with_booleans(record) for record in found]
 
     async def verify(self) -> Verdict:
-        """Whether the chain is whole; names the first broken link when it is not."""
+        """Check that the chain is whole; the verdict names the first broken link when it is not."""
         self._bus.need("audit")
         found: Verdict = await self._bus.ask(ask.VerifyAudit())
         return found
@@ -313,7 +321,7 @@ class Audit(AdminApi):
 
 
 class Routes(AdminApi):
-    """The route catalogue: `bus.routes` (row T2)."""
+    """The route catalogue: `bus.routes`."""
 
     async def list(self) -> RouteRows:
         """All routes."""
@@ -322,24 +330,24 @@ class Routes(AdminApi):
         return found
 
     async def put(self, route: Route) -> None:
-        """Add a route, or replace the one with its pattern and destination."""
+        """Add a route, or replace the route with the same pattern and destination."""
         self._bus.need("routes")
         await self._bus.ask(ask.PutRoute(route, self._actor))
 
     async def remove(
         self, pattern: str, destination: str, *, confirm: str = "", dry_run: bool = False
     ) -> Effect:
-        """Drop a route, with confirm="REMOVE"; `dry_run` tells which topics it would no longer lead."""
+        """Remove a route, with confirm="REMOVE"; `dry_run` returns the topics it would no longer lead."""
         self._bus.need("routes")
         request = ask.RemoveRoute(pattern, destination, self._actor, confirm, dry_run)
         return await self._bus.ask(request)  # type: ignore[no-any-return]
 
     async def enable(self, pattern: str, destination: str) -> None:
-        """Let a route work."""
+        """Put a route into effect."""
         await self._switch(pattern, destination, enabled=True)
 
     async def disable(self, pattern: str, destination: str) -> None:
-        """Keep a route without letting it work."""
+        """Keep a route without effect."""
         await self._switch(pattern, destination, enabled=False)
 
     async def _switch(self, pattern: str, destination: str, *, enabled: bool) -> None:
@@ -347,14 +355,14 @@ class Routes(AdminApi):
         await self._bus.ask(ask.SwitchRoute(pattern, destination, enabled, self._actor))
 
     async def resolve(self, topic: str, tenant: str | None = None) -> RouteRows:
-        """The routes an event of a topic takes, in order."""
+        """The routes that an event of a topic takes, in order."""
         self._bus.need("routes")
         found: RouteRows = await self._bus.ask(ask.ResolveRoute(topic, tenant))
         return found
 
 
 class Schedules(AdminApi):
-    """Recurring events: `bus.schedules` (row T7)."""
+    """Recurring events: `bus.schedules`."""
 
     async def list(self) -> Definitions:
         """All recurring events."""
@@ -373,7 +381,7 @@ class Schedules(AdminApi):
         headers: Mapping[str, str] | None = None,
         codec: str | None = None,
     ) -> Definition:
-        """Publish a value again and again: cron="*/5 * * * *" or every="90s"."""
+        """Publish a value repeatedly: cron="*/5 * * * *" or every="90s"."""
         self._bus.need("schedules")
         if codec is not None:
             codec = text("codec", codec, least=1, most=MAX_NAME_CHARACTERS)
@@ -396,20 +404,20 @@ class Schedules(AdminApi):
         return found
 
     async def remove(self, id: str, *, confirm: str = "", dry_run: bool = False) -> Effect:
-        """Stop publishing a recurring event, with confirm="REMOVE"; `dry_run` tells what would end."""
+        """Stop publishing a recurring event, with confirm="REMOVE"; `dry_run` returns the effect only."""
         self._bus.need("schedules")
         found: Effect = await self._bus.ask(ask.RemoveSchedule(id, self._actor, confirm, dry_run))
         return found
 
 
-def _with_truths(record: AuditRecord) -> AuditRecord:
-    """A record whose results that are true or not say so as True or False."""
-    prior, result = _truths(record.prior), _truths(record.result)
+def _with_booleans(record: AuditRecord) -> AuditRecord:
+    """A record with True and False in place of their texts."""
+    prior, result = _booleans(record.prior), _booleans(record.result)
     return msgspec.structs.replace(record, prior=prior, result=result)
 
 
-def _truths(state: State) -> State:
+def _booleans(state: State) -> State:
     return {
-        name: TRUTHS.get(str(value), value) if name in TRUE_OR_NOT else value
+        name: TRUTHS.get(str(value), value) if name in BOOLEANS else value
         for name, value in state.items()
     }

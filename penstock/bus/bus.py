@@ -53,7 +53,8 @@ NEEDED = {"any": None, "key": "key-order", "single": "single-active"}
 # Events prefetched for a handler beyond those it works on: enough to hide a commit.
 HANDLER_PREFETCH = 256
 MAX_CONCURRENCY = 10_000  # tasks of one handler
-# How long closing waits until what handlers did last is durable: then it can only come again.
+# How long closing waits until the last settlements of handlers are durable; then it gives up, and their
+# events may be delivered again.
 FLUSH_S = 5.0
 
 

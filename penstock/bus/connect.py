@@ -1,4 +1,4 @@
-"""connect: one URL decides where events live (row Y4)."""
+"""`penstock.connect`: one URL decides where events live, and so which engine the bus has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from penstock.bus.bus import Bus
-from penstock.engines.broker.engine import broker_engine
+from penstock.engines.broker import engine_for
 from penstock.engines.credential import Token
 from penstock.engines.embedded.engine import EmbeddedEngine
 from penstock.engines.embedded.follower import FollowerEngine
@@ -24,7 +24,7 @@ from penstock.model.parameter import checked, path, refused
 from penstock.model.settings import Settings
 from penstock.model.settings_loader import load, unknown
 
-# Served by engines of later releases; named here so that the refusal can say so.
+# Schemes of later releases, named here so that the error can say so.
 PLANNED = ("nats", "amqp", "ring")
 BROKER = ("penstock", "penstocks", "penstock+zmq")
 
@@ -48,8 +48,8 @@ def connect(
     Settings come from the file named by PENSTOCK_CONFIG, from the environment and from `flags`
     (`durability__fsync="never"`), unless `settings` gives all of them.
 
-    `token` is shown to a broker: a text, or a function that gives the newest one whenever a connection is
-    made. `client.token_file` does the same with a file.
+    `token` is shown to a broker: a text, or a function that returns the newest token for each new
+    connection. `client.token_file` does the same with a file.
 
     >>> connect("mem:", durability__fsync="never").settings.durability.fsync
     'never'
@@ -74,7 +74,7 @@ def connect(
         raise InvalidSettings("only a broker asks for a token; leave it out", key="token")
     engine: Engine
     if scheme in BROKER:
-        engine = broker_engine(scheme, place, settings, identity, options.get("client", ""), token)
+        engine = engine_for(scheme, place, settings, identity, options.get("client", ""), token)
     elif scheme == "mem":
         engine = MemoryEngine(settings)
     elif options.get("mode") == "ro":
@@ -92,7 +92,7 @@ def _url(url: object) -> str:
 
 
 def tell_unknown() -> None:
-    """Say once what in the environment looks like a setting and is none."""
+    """Log each variable of the environment that looks like a setting and is none, once."""
     for problem in unknown(os.environ):
         if problem.source not in _told:
             _told.add(problem.source)

@@ -42,7 +42,7 @@ Token = bytes | str | uuid.UUID
 
 
 class PublishOptions(TypedDict, total=False):
-    """What `publish` takes beside topic and value, but for a delay."""
+    """The options of `publish`, without those of a delay."""
 
     key: Key | None
     headers: Mapping[str, str] | None
@@ -56,7 +56,7 @@ class PublishOptions(TypedDict, total=False):
 
 
 class PublishManyOptions(TypedDict, total=False):
-    """What `publish_many` takes beside topic and values, but for a delay."""
+    """The options of `publish_many`, without those of a delay."""
 
     keys: Sequence[Key | None] | None
     headers: Sequence[Mapping[str, str] | None] | None
@@ -76,7 +76,7 @@ MIN_TTL_S = 1e-6
 
 
 class DraftBuilder:
-    """Turns what callers pass to publish into drafts; knows the identity and the defaults."""
+    """Makes drafts from the arguments of publish, with the bus's identity and defaults."""
 
     def __init__(self, settings: Settings, identity: Identity) -> None:
         self._settings = settings
@@ -304,7 +304,7 @@ def _priorities(values: Sequence[int]) -> Sequence[int] | None:
 
 
 def _complete(draft: Draft) -> None:
-    """Put what was given beside a table into its batch."""
+    """Put the columns that were given beside a table into its batch."""
     batch = draft.batch
     assert batch is not None
     if draft.times_us is not None:
@@ -343,7 +343,7 @@ def _as_table(values: Any) -> Any:
 
 
 def due_us(delay_s: Seconds | None, deliver_at: Moment | None, now_us: int) -> int:
-    """When a delayed event is due; one of the two says it."""
+    """When a delayed event is due; at most one of the two options is set."""
     if delay_s is not None and deliver_at is not None:
         raise InvalidInput("give delay_s or deliver_at, not both")
     if deliver_at is None:

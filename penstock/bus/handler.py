@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock")
 
-# What a handler that is cancelled has to clean up; after that nothing waits for it.
+# Time for a cancelled handler to clean up; after that nothing waits for it.
 CANCEL_S = 1.0
-# A lease is renewed when so much of it is over: two renewals may fail before it ends.
+# A lease is renewed after this part of it: two renewals may fail before it ends.
 RENEW_AFTER = 1 / 3
 MAX_REASON_CHARACTERS = 500
 
@@ -130,7 +130,7 @@ class Call:
         )
 
     def arguments(self, event: Event) -> tuple[Any, ...]:
-        """What the function is called with; raises DecodeFailed when the payload does not fit."""
+        """The arguments of the function; raises DecodeFailed when the payload does not fit."""
         if self.event_only:
             return (event,)
         if self.kind is bytes:
@@ -195,10 +195,10 @@ class Worker:
 
     def __init__(self) -> None:
         self.event: Event | None = None
-        """What it works on; None while it waits for an event."""
+        """The event it works on; None while it waits for one."""
         self.began_at = 0.0
         self.returned = False
-        """The function has returned; what is left is the reply."""
+        """The function has returned; only the reply is left."""
         self.late = False
         """It was cancelled because the bus closes."""
         self.seen: Event | None = None
@@ -236,18 +236,18 @@ class Handler:
         self._subscription: Subscription | None = None
         self._started = asyncio.Event()
         self._error: Exception | None = None
-        """Why it gets no more events."""
+        """The error that ended the subscription."""
         self._stopping = False
         self._turn = asyncio.Lock()
         self._stopped = False
         self._look_s = min(RENEW_AFTER * lease_s, timeout_s)
         self._alarm: asyncio.TimerHandle | None = None
-        """When the workers are looked at; None while none has worked since it rang last."""
+        """The next check of the workers; None while none has worked since the last one."""
         self._misdirected = 0
         self.worked = False
         """Whether it was given any event."""
 
-    # -- life ----------------------------------------------------------------------------------
+    # -- starting and ending ----------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Begin to serve."""
@@ -476,9 +476,9 @@ class Handler:
         self._alarm = asyncio.get_running_loop().call_at(at, self._look)
 
     def _look(self) -> None:
-        """Renew the leases of what is in work, and end what takes longer than it may."""
+        """Renew the leases of events in work, and cancel functions that exceed their timeout."""
         now = asyncio.get_running_loop().time()
-        # What begins from now on need not set the clock: this comes again early enough.
+        # Events that begin from now on need no earlier alarm: this method runs again in time.
         first = now + self._look_s
         busy = [worker for worker in self._workers if worker.event is not None]
         for worker in busy:

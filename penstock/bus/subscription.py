@@ -60,7 +60,7 @@ class Subscription:
         return self
 
     async def close(self) -> None:
-        """Leave the group; what is not settled returns to it."""
+        """Leave the group; events that are not settled return to it."""
         feed, self._feed = self._feed, None
         if self._receiving is not None:
             self._receiving.cancel()
@@ -98,7 +98,7 @@ class Subscription:
                 self._delivery = received
 
     def at_hand(self) -> Event | None:
-        """The next event if one is here already; never waits."""
+        """The next event if it has arrived already; never waits."""
         if self.mode == "log":
             event = next(self._events, None)
             if event is not None:
@@ -107,7 +107,7 @@ class Subscription:
         return None if self._delivery is None else self._delivery.hand()
 
     async def _receive(self) -> Any:
-        """Wait for the feed; a wait that was given up is taken up again by the next call."""
+        """Wait for the feed; the next call continues a wait that was abandoned."""
         if self._feed is None:
             raise BusClosed("the subscription is closed; subscribe again")
         if self._receiving is None:
@@ -196,7 +196,7 @@ async def _settle(events: Iterable[Event], settle: Callable[[Event], Awaitable[N
 
 
 def _heard(received: asyncio.Future[Any]) -> None:
-    """A wait that was given up may fail with nobody to hear it; whoever calls next still does."""
+    """Mark the error of an abandoned wait as seen; the next call raises its own."""
     if not received.cancelled():
         received.exception()
 

@@ -1,4 +1,4 @@
-"""Tracing: OpenTelemetry spans for publish, receive, deliver and handle (row X11).
+"""Tracing: OpenTelemetry spans for publish, receive, deliver and handle.
 
     publish   at the producer; its context travels in the headers of the events
     receive   at the broker, until they are durable
@@ -7,7 +7,7 @@
 
 The last three are children of the publish they belong to, or, when a batch has several parents,
 linked to each of them. Headers are W3C `traceparent` and `tracestate`; one that is malformed is
-taken for none.
+ignored.
 
 Tracing is off until `detect` finds a tracer provider or `configure` makes one. While it is off
 `tracer` is None, and looking at that is all it costs: no import, no context, no header.
@@ -41,7 +41,7 @@ GROUP = "messaging.consumer.group.name"
 ATTEMPT = "penstock.attempt"
 
 MAX_LINKS = 32
-"""Parents that one span is linked to. Backends cut at 128; beyond a few dozen nobody follows them."""
+"""Parents that one span is linked to. Backends cut at 128; more than a few dozen help no reader."""
 
 MAX_STAMPED_EVENTS = 1_000
 """Events of one publish that carry its context: 70 bytes each. A bulk load is one span, not a

@@ -1,4 +1,4 @@
-"""Transactions: publishes, acks and cursors that happen together or not at all (row Q13)."""
+"""Transactions: publishes, acks and cursors that happen together or not at all."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Transaction:
     >>> asyncio.run(transfer())
     2
 
-    With an idempotency key it happens at most once, whoever tries it again: in this process or in
+    With an idempotency key it happens at most once, however often it is tried: in this process or in
     another one, after a crash, at the same time. A key belongs to its tenant. It is known for
     `dedup.window_s` at least, unless the tenant uses more than `dedup.capacity` keys in that time:
     then the oldest are forgotten first. Of a repeated transaction nothing happens, its acks and

@@ -11,9 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli import invocation as exits
 from penstock.cli import output
-from penstock.cli.invocation import Invocation, global_options, unknown_command
+from penstock.cli.invocation import (
+    FAILED,
+    INTERRUPTED,
+    INVALID,
+    OK,
+    STORAGE,
+    Invocation,
+    exit_code,
+    global_options,
+    unknown_command,
+)
 from penstock.model.errors import PenstockError
 
 if TYPE_CHECKING:
@@ -30,7 +39,7 @@ COMPLETION_VARIABLE = "_PENSTOCK_COMPLETE"
 
 
 class _ReaderGone(Exception):
-    """Whoever read our output has stopped reading."""
+    """The reader of stdout is gone."""
 
 
 class Root(click.Group):
@@ -92,7 +101,7 @@ def run(words: Sequence[str]) -> int:
         sys.stdout.flush()
     except (_ReaderGone, BrokenPipeError):
         _silence_stdout()
-        return exits.OK
+        return OK
     return code
 
 
@@ -105,28 +114,28 @@ def _run(words: list[str], invocation: Invocation) -> int:
             standalone_mode=False,
             obj=invocation,
         )
-        return result if isinstance(result, int) else exits.OK
+        return result if isinstance(result, int) else OK
     except click.ClickException as error:
         _complain_usage(error, invocation.json or "--json" in words)
-        return exits.INVALID
+        return INVALID
     except click.Abort:
         output.complain("interrupted", "interrupted", json=invocation.json)
-        return exits.INTERRUPTED
+        return INTERRUPTED
     except PenstockError as error:
         _trace(invocation)
         output.complain(error.message, error.code, data=error.data, json=invocation.json)
-        return exits.exit_code(error.code)
+        return exit_code(error.code)
     except (_ReaderGone, BrokenPipeError):
         raise
     except OSError as error:
         _trace(invocation)
         output.complain(f"{error}. Check the path and its permissions", "storage", json=invocation.json)  # fmt: skip
-        return exits.STORAGE
+        return STORAGE
     except Exception as error:
         _trace(invocation)
         what = f"{type(error).__name__}: {error}. This is a defect of Penstock; -v shows where"
         output.complain(what, "internal", json=invocation.json)
-        return exits.FAILED
+        return FAILED
 
 
 def _complain_usage(error: click.ClickException, json: bool) -> None:

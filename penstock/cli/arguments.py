@@ -1,6 +1,6 @@
-"""Points in time and amounts as people type them.
+"""Types of options: times, positions, durations and sizes; and the options that name a warehouse.
 
-The options that name a warehouse, the same wherever a command writes or reads tables.
+The types take the same texts as the API: penstock.model.parameter reads them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,6 @@ from penstock.model.errors import InvalidSettings
 if TYPE_CHECKING:
     from penstock.pipelines.lakehouse.warehouse import Warehouse
 
-# -- when -----------------------------------------------------------------------------------------
-
-
-if TYPE_CHECKING:
     _Click = click.ParamType[Any]
 else:
     _Click = click.ParamType  # older versions of click have no type argument
@@ -30,10 +26,10 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class _Parameter(_Click):
-    """What a converter of penstock.model.parameter takes, as an option of a command."""
+    """The base of these types: a converter of penstock.model.parameter as a type of click."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Text to what the API takes; a value that is no text is a default, and taken as it is."""
+        """Convert a text; any other value is a default, and stays the same."""
         from penstock.model.errors import InvalidInput
 
         if not isinstance(value, str):
@@ -45,7 +41,7 @@ class _Parameter(_Click):
             raise click.BadParameter(error.message, ctx=ctx, param=param) from None
 
     def read(self, name: str, text: str) -> Any:
-        """The value that a text stands for; raises InvalidInput."""
+        """The value of a text; raises InvalidInput."""
         raise NotImplementedError
 
 
@@ -71,7 +67,7 @@ class Moment(_Parameter):
 
 
 class Future(_Parameter):
-    """A time to come: ISO 8601, or "@" and seconds since 1970."""
+    """A point in the future: ISO 8601, or "@" and seconds since 1970."""
 
     name = "TIME"
 
@@ -88,7 +84,7 @@ class Position(_Parameter):
     name = "POSITION"
 
     def read(self, name: str, text: str) -> Any:
-        """The text itself, once it is checked: the API takes it as it is."""
+        """Check the text and return it: the API takes the same text."""
         from penstock.model.parameter import place
 
         place(name, text, time.time_ns() // 1_000)
@@ -125,7 +121,7 @@ class Size(_Parameter):
 MOMENT, FUTURE, POSITION, DURATION, SIZE = Moment(), Future(), Position(), Duration(), Size()
 
 
-# -- warehouse_option -----------------------------------------------------------------------------
+# -- the warehouse of tables ----------------------------------------------------------------------
 
 
 def warehouse_options(function: Any) -> Any:
@@ -137,9 +133,9 @@ def warehouse_options(function: Any) -> Any:
 
 
 def open_warehouse(said: dict[str, Any], *, create: bool = True) -> Warehouse:
-    """The warehouse that these options name; a command that needs one says so.
+    """The warehouse that these options name; raises a usage error when they name none.
 
-    `create` is off for commands that only look: they make neither a folder nor a catalogue.
+    `create` is off for commands that only read: they make neither a folder nor a catalogue.
     """
     from penstock.pipelines.lakehouse.warehouse import Warehouse
 
@@ -152,7 +148,7 @@ def open_warehouse(said: dict[str, Any], *, create: bool = True) -> Warehouse:
 
 
 def read_toml(path: str | None) -> dict[str, Any]:
-    """A file's content; nothing where there is none."""
+    """The content of a TOML file; nothing without a path."""
     if path is None:
         return {}
     try:
@@ -162,7 +158,7 @@ def read_toml(path: str | None) -> dict[str, Any]:
 
 
 def _flat(found: dict[str, Any], above: str = "") -> dict[str, str]:
-    """Properties have dots in their names, and TOML reads those as tables.
+    """Properties with dotted names, which TOML reads as tables.
 
     >>> _flat({"type": "rest", "s3": {"endpoint": "http://localhost"}})
     {'type': 'rest', 's3.endpoint': 'http://localhost'}

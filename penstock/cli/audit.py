@@ -1,4 +1,4 @@
-"""`penstock audit`: who did what, whether the record of it is whole, and copies for safe keeping."""
+"""`penstock audit`: operator actions, whether their record is whole, and exports of it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli import invocation as exits
 from penstock.cli import output
 from penstock.cli.arguments import MOMENT
-from penstock.cli.invocation import Invocation, Noun, change, is_broker, look
+from penstock.cli.invocation import FAILED, Invocation, Noun, change, is_broker, look
 
 if TYPE_CHECKING:
     import penstock
@@ -72,7 +71,7 @@ def verify(invocation: Invocation) -> None:
         place += f" line {broken.line}" if broken.line else ""
         output.print_text(f"broken at record {broken.sequence}{place}: {broken.kind}: {output.escaped(broken.explanation)}")  # fmt: skip
     if not verdict.ok:
-        raise click.exceptions.Exit(exits.FAILED)
+        raise click.exceptions.Exit(FAILED)
 
 
 @command.command("export")

@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from penstock.cli import invocation as exits
 from penstock.cli import output
 from penstock.cli.arguments import Duration
-from penstock.cli.invocation import Invocation, Noun
+from penstock.cli.invocation import FAILED, Invocation, Noun
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-MIN_PIPED_COLUMNS = 160  # a table in a pipe is not folded to a terminal nobody has
+MIN_PIPED_COLUMNS = 160  # a table in a pipe is not folded to the width of a terminal
 T = TypeVar("T")
 
 folder_option = click.option(
@@ -86,7 +85,7 @@ def run(invocation: Invocation, case: str, vs: str, seconds: float | None, round
         result = run_case(case, peers, folder=place, progress=_progress, **options)
     _show(invocation, result, result_table)
     if not complete(result, peers):
-        raise click.exceptions.Exit(exits.FAILED)
+        raise click.exceptions.Exit(FAILED)
 
 
 @command.command("nexmark")

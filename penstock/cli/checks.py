@@ -1,15 +1,8 @@
-"""The checks of `penstock doctor` and `penstock up --check`: each looks at one thing and says what to do.
+"""The checks of `penstock doctor` and `penstock up --check`.
 
-Here is what a check is, and those of the machine and of the settings; checkup_folder looks at the
-data, checkup_network at addresses, keys and a running broker.
-
-Checks of a broker that is running; part of penstock.cli.checks.
-
-Checks of a data folder and the disk below it; part of penstock.cli.checks.
-
-Checks of certificates and keys; part of penstock.cli.checks.
-
-Checks of the addresses a broker listens on; part of penstock.cli.checks.
+Each check looks at one thing and returns findings: a status, what it found, and what to do about it. They
+are grouped: the machine and the settings, a running broker, the data folder and its disk, certificates
+and keys, addresses and access.
 """
 
 from __future__ import annotations
@@ -57,24 +50,47 @@ from penstock.server.ports import Address, Listening, addresses, read_ports, upt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from penstock.cli.invocation import Invocation
     from penstock.log.recovery import Recovered
     from penstock.model.settings import Settings
 
-# -- checkup --------------------------------------------------------------------------------------
-
-
 REQUIRED = ("click", "cryptography", "msgspec", "numpy", "pyarrow", "pyzmq", "rich")
 JUMP_SLACK_US = 100_000  # reading two clocks takes microseconds; a step of NTP is larger than this
 PLAUSIBLE_US = 1_735_689_600_000_000  # 2025: a clock before it was never set
+
+# Of a running broker.
+ANSWER_S = 2.0  # a healthy broker answers in milliseconds
+MAX_ANSWER_BYTES = 64 * 1024
+MAX_SHOWN_CHARS = 300  # of an answer
+MOVED_SLACK_US = 2_000_000  # a leap second and a little
+SKEW_US = 1_000_000  # machines that are set by NTP agree within milliseconds
+TOKEN_S = 60.0  # lifetime of a token that the doctor issues to itself
+CERTIFICATE = "the broker may want a certificate of the client: set client.tls_ca, client.tls_certificate and client.tls_key"  # fmt: skip
+DEFAULT_PORTS = {"penstock": 5557, "penstocks": 5557, "penstock+zmq": 5555}
+
+# Of a folder and its disk.
+SYNCS = 200  # enough for a p99, and quick on any usable disk
+SYNC_TIME_S = 3.0  # a slow disk gets fewer syncs, so that the doctor does not load it
+LEAST_SYNCS = 5
+SYNC_BYTES = 4096  # about one small commit
+SLOW_SYNC_MS = 20.0  # 50 commits a second: a spinning disk, or one that others use heavily
+SLOW_TAIL_MS = 200.0  # one publish in a hundred waits this long
+FAST_SYNC_MS = 0.02  # no storage acknowledges in 20 us: memory, or a disk that promises too much
+LOW_SPACE = 0.05  # of the device
+LOW_FILES = 1_000  # names left on the device: journal files and segments take one each
+CLOCK_SLACK_US = 1_000_000  # between two machines or after a small correction
+
+# Of keys and addresses.
+EXPIRES_SOON_DAYS = 14  # leaves time to get another certificate
+LEAST_TOKEN_CHARS = 16  # the admin token opens everything, so it must not be guessable
+LISTEN = "0A"  # state in /proc/net/tcp
 
 Status = Literal["ok", "warn", "fail"]
 
 
 class Extra(NamedTuple):
-    """What can be installed beside Penstock, and what for."""
+    """Optional packages, and their purpose."""
 
     packages: tuple[str, ...]
     serves: str
@@ -96,18 +112,18 @@ TRACING = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 
 class Check(msgspec.Struct, frozen=True):
-    """What one check found, and what to do when it is not in order."""
+    """The finding of one check, and advice when something is wrong."""
 
     name: str
     status: Status
     found: str
     advice: str = ""
     code: str = ""
-    """The error code `penstock up` would end with; see docs/reference/errors.md."""
+    """The error code that `penstock up` would end with; see docs/reference/errors.md."""
 
 
 def guarded(name: str, check: Callable[[], Check | Iterator[Check]]) -> Iterator[Check]:
-    """Run a check; an error it meets is its finding."""
+    """Run a check; an error becomes its finding."""
     try:
         found = check()
         yield from [found] if isinstance(found, Check) else found
@@ -117,9 +133,12 @@ def guarded(name: str, check: Callable[[], Check | Iterator[Check]]) -> Iterator
         )
     except OSError as error:
         yield Check(name, "fail", str(error), "check owner and permissions", "storage")
-    except Exception as error:  # what is broken must not keep the rest from being examined
+    except Exception as error:  # one broken part must not prevent the other checks
         met = f"{type(error).__name__}: {error}"
         yield Check(name, "fail", met, "keep a copy of the folder; what it holds cannot be read as it is", "storage")  # fmt: skip
+
+
+# -- the machine and the settings -----------------------------------------------------------------
 
 
 def _installed(name: str) -> str | None:
@@ -136,7 +155,7 @@ def check_python() -> Check:
 
 
 def check_packages() -> Check:
-    """What Penstock cannot do without."""
+    """The packages that Penstock needs."""
     versions = {name: _installed(name) for name in REQUIRED}
     missing = [name for name, found in versions.items() if found is None]
     if missing:
@@ -145,7 +164,7 @@ def check_packages() -> Check:
 
 
 def check_extras() -> Iterator[Check]:
-    """What can be added; being without is in order."""
+    """The optional packages; a missing one is no fault."""
     for extra, (names, serves) in EXTRAS.items():
         versions = {name: _installed(name) for name in names}
         missing = [name for name, found in versions.items() if found is None]
@@ -158,7 +177,7 @@ def check_extras() -> Iterator[Check]:
 
 
 def needed_modules(settings: Settings) -> dict[str, str]:
-    """The modules a broker with these settings imports, each with the setting that wants it."""
+    """The modules that a broker with these settings imports, each with the setting that needs it."""
     needed: dict[str, str] = {}
     if settings.server.http:
         needed |= dict.fromkeys(("prometheus_client", "starlette", "uvicorn"), "server.http")
@@ -172,12 +191,12 @@ def needed_modules(settings: Settings) -> dict[str, str]:
 def _importable(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # not even the package that it would be in
+    except ModuleNotFoundError:  # its package is missing as well
         return False
 
 
 def check_needed(settings: Settings) -> Check:
-    """Whether everything a broker with these settings imports is installed."""
+    """Whether all modules that a broker with these settings imports are installed."""
     needed = needed_modules(settings)
     missing = [name for name in needed if not _importable(name)]
     if missing:
@@ -206,7 +225,7 @@ def check_config(invocation: Invocation) -> Iterator[Check]:
 
 
 def check_descriptors(settings: Settings) -> Check:
-    """Whether the broker may open as many files as it may have clients; it raises its soft limit itself."""
+    """Whether the broker may open enough files for its clients; it raises its soft limit itself."""
     from penstock.server import readiness as descriptors
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -224,14 +243,14 @@ def check_descriptors(settings: Settings) -> Check:
 
 
 class ClockWatch:
-    """Compares the wall clock with one that nobody can set, for as long as the doctor works."""
+    """Compares the wall clock with a clock that cannot be set, while the doctor works."""
 
     def __init__(self) -> None:
         self._wall_us = time.time_ns() // 1_000
         self._steady_us = time.monotonic_ns() // 1_000
 
     def check(self) -> Check:
-        """What happened to the wall clock since."""
+        """Whether the wall clock jumped since the start."""
         wall_us, steady_us = time.time_ns() // 1_000, time.monotonic_ns() // 1_000
         if wall_us < PLAUSIBLE_US:
             return Check("clock jump", "warn", f"this machine's clock says {moment(wall_us) or '1970'}", "set the clock (NTP) before events get their times")  # fmt: skip
@@ -242,17 +261,7 @@ class ClockWatch:
         return Check("clock jump", "ok", f"none, {watched}")
 
 
-# -- checkup_broker -------------------------------------------------------------------------------
-
-
-ANSWER_S = 2.0  # a broker that is well answers in milliseconds
-MAX_ANSWER_BYTES = 64 * 1024
-MAX_SHOWN_CHARS = 300  # of an answer
-MOVED_SLACK_US = 2_000_000  # a leap second and a little
-SKEW_US = 1_000_000  # machines that are set by NTP agree within milliseconds
-TOKEN_S = 60.0  # of a token that the doctor makes for itself
-CERTIFICATE = "the broker may want a certificate of the client: set client.tls_ca, client.tls_certificate and client.tls_key"  # fmt: skip
-DEFAULT_PORTS = {"penstock": 5557, "penstocks": 5557, "penstock+zmq": 5555}
+# -- a running broker -----------------------------------------------------------------------------
 
 
 def running_broker(folder: Path) -> Listening | None:
@@ -261,7 +270,7 @@ def running_broker(folder: Path) -> Listening | None:
 
 
 def check_broker(folder: Path, settings: Settings | None = None) -> Iterator[Check]:
-    """The broker of this folder, asked through the ports it wrote down, with the settings given here."""
+    """The broker of this folder, asked at the addresses in ports.json, with these settings."""
     from penstock.model.settings import Settings
 
     settings = settings or Settings()
@@ -306,14 +315,14 @@ def _ask(record: Listening, path: str, settings: Settings) -> Check:
 
 
 def _wants_certificate(url: str, error: Exception) -> bool:
-    """Whether a connection may have broken for want of a client certificate: TLS 1.3 says it late, or not."""
+    """Whether a client certificate may have been missing: with TLS 1.3 a refusal comes late, or never."""
     broken = isinstance(error, ssl.SSLError | ConnectionError | http.client.HTTPException)
     refused = isinstance(error, ConnectionRefusedError)
     return url.startswith("https:") and broken and not refused
 
 
 def _with_key(settings: Settings) -> Settings:
-    """Settings with a token that opens the broker, where its own keys are among them."""
+    """Settings with a token for the broker, issued here when its own keys are in the settings."""
     from penstock.server.auth import Authenticator
 
     if settings.client.token or settings.client.token_file or not settings.auth.asks:
@@ -325,7 +334,7 @@ def _with_key(settings: Settings) -> Settings:
 
 
 def check_condition(url: str, settings: Settings) -> Iterator[Check]:
-    """What the broker says keeps clients from publishing, is wrong, or is refused."""
+    """The state that the broker reports: obstacles for clients, problems, refused publishes."""
     try:
         found = asyncio.run(_condition(url, settings))
     except AccessDenied as error:
@@ -364,19 +373,19 @@ async def _condition(url: str, settings: Settings) -> dict[str, Any]:
 
 
 def _advice(url: str) -> str:
-    """What to do when a broker does not answer: with TLS it is most often a certificate."""
+    """The advice when a broker does not answer: with TLS the cause is mostly a certificate."""
     if url.startswith("penstocks:"):
         return f"{CERTIFICATE}; if no broker runs there, start it with `penstock up`"
     return "start the broker there with `penstock up`, and look at address, firewall and name resolution"  # fmt: skip
 
 
 def http_get(url: str, path: str, settings: Settings | None = None) -> tuple[int, str]:
-    """Ask an HTTP server on this machine; the answer's status and the beginning of its text."""
+    """Ask an HTTP server on this machine; returns the status and the beginning of the text."""
     where = urlsplit(url)
     host, port = where.hostname or "", where.port
     if where.scheme == "https":
         context = ssl.create_default_context()
-        # The answer is shown and nothing is sent: whose certificate it is does not matter here.
+        # The answer is only shown and nothing secret is sent, so any certificate will do.
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
         if settings is not None and settings.client.tls_certificate:
@@ -396,7 +405,7 @@ def http_get(url: str, path: str, settings: Settings | None = None) -> tuple[int
 
 
 def check_remote(url: str, settings: Settings) -> Iterator[Check]:
-    """Whether a broker answers where a `penstock://` URL leads, lets us in, and has our time."""
+    """Whether a broker answers at a `penstock://` URL, admits the doctor, and has the same time."""
     where = urlsplit(url)
     place = f"{where.hostname}:{where.port or DEFAULT_PORTS.get(where.scheme, 0)}"
     try:
@@ -418,7 +427,7 @@ def _check_skew(place: str, ahead_us: int) -> Check:
 
 
 async def _greet(url: str, settings: Settings) -> int | None:
-    """Connect, and leave; how far the broker's clock is ahead of ours, if it says."""
+    """Connect and disconnect; returns how far the broker's clock is ahead, if the broker tells."""
     client = msgspec.structs.replace(settings.client, deadline_s=ANSWER_S)
     before_us = time.time_ns() // 1_000
     async with penstock.connect(url, settings=msgspec.structs.replace(settings, client=client)) as bus:  # fmt: skip
@@ -430,19 +439,7 @@ async def _greet(url: str, settings: Settings) -> int | None:
     return int(welcome.now_us - (after_us if welcome.now_us > after_us else before_us))
 
 
-# -- checkup_folder -------------------------------------------------------------------------------
-
-
-SYNCS = 200  # enough for a p99, over in a blink on any disk worth using
-SYNC_TIME_S = 3.0  # a slow disk gets fewer: the doctor is not there to wear it out
-LEAST_SYNCS = 5
-SYNC_BYTES = 4096  # about one small commit
-SLOW_SYNC_MS = 20.0  # 50 commits a second: a spinning disk, or one shared with somebody busy
-SLOW_TAIL_MS = 200.0  # one publish in a hundred waits this long
-FAST_SYNC_MS = 0.02  # no storage acknowledges in 20 us: memory, or a disk that promises too much
-LOW_SPACE = 0.05  # of the device
-LOW_FILES = 1_000  # names left on the device: journal files and segments take one each
-CLOCK_SLACK_US = 1_000_000  # between two machines or after a small correction
+# -- the data folder and its disk -----------------------------------------------------------------
 
 
 def check_place(folder: Path) -> Check:
@@ -473,7 +470,7 @@ def _require_access(folder: Path) -> None:
 
 
 def _require_room_for_files(folder: Path) -> None:
-    """Some places, such as /proc, look writable and take no file; only trying one tells."""
+    """Make a file, since some places, such as /proc, look writable and take none."""
     try:
         tempfile.TemporaryFile(dir=folder).close()  # it never has a name
     except OSError as error:
@@ -485,9 +482,7 @@ def _require_room_for_files(folder: Path) -> None:
 
 
 def check_free(folder: Path) -> Check:
-    """Whether nobody else writes the folder."""
-    from penstock.server.ports import writer_of
-
+    """Whether the folder has no writer."""
     holder = writer_of(folder)
     if holder is not None:
         raise FolderLocked(
@@ -499,9 +494,7 @@ def check_free(folder: Path) -> Check:
 
 
 def check_lock(folder: Path) -> Check:
-    """Who writes the folder; having a writer is in order."""
-    from penstock.server.ports import writer_of
-
+    """Which process writes the folder; a writer is no fault."""
     holder = writer_of(folder)
     if holder is None:
         return Check("lock", "ok", "no writer")
@@ -509,7 +502,7 @@ def check_lock(folder: Path) -> Check:
 
 
 def check_space(folder: Path, settings: Settings) -> Check:
-    """Room for more events."""
+    """Free space and free inodes for more events."""
     usage = shutil.disk_usage(folder)
     files = os.statvfs(folder)
     found = f"{usage.free / 2**30:.1f} GiB free of {usage.total / 2**30:.1f} GiB"
@@ -533,7 +526,7 @@ def check_sync(folder: Path) -> Check:
 
 
 def measure_syncs(folder: Path) -> list[float]:
-    """How long fdatasync of one small write takes, in milliseconds, several times."""
+    """Durations of fdatasync after a small write, in milliseconds."""
     times_ms: list[float] = []
     until = time.perf_counter() + SYNC_TIME_S
     with tempfile.TemporaryFile(dir=folder) as file:
@@ -549,7 +542,7 @@ def measure_syncs(folder: Path) -> list[float]:
 
 
 def judge_syncs(times_ms: list[float]) -> Check:
-    """What the measured times mean for publishing."""
+    """What the measured durations mean for publishing."""
     ordered = sorted(times_ms)
     middle, tail = ordered[len(ordered) // 2], ordered[int(len(ordered) * 0.99)]
     found = f"writable; fdatasync {middle:.3f} ms (median of {len(ordered)}), p99 {tail:.3f} ms"
@@ -563,7 +556,7 @@ def judge_syncs(times_ms: list[float]) -> Check:
 
 
 def check_format(folder: Path, *, may_be_new: bool = False) -> Check:
-    """Whether the folder is one of ours, in a format we read; `may_be_new` takes an empty one too."""
+    """Whether the folder holds data in a readable format; with `may_be_new` it may be empty, too."""
     from penstock.log.disk import RealDisk
     from penstock.log.journal import FORMAT
     from penstock.log.recovery import ABOUT, FOLDERS, STAGING, check_folder
@@ -596,7 +589,7 @@ def check_segments(folder: Path, *, deep: bool) -> Check:
                 continue
             path = folder / info.path
             if not path.exists() or path.stat().st_size != info.size_bytes:
-                verify_segment(disk, info)  # says exactly what is wrong
+                verify_segment(disk, info)  # raises the exact error
     finally:
         manifest.close()
     how = "every byte hashed" if deep else "present, sizes right; --deep hashes every byte"
@@ -604,7 +597,7 @@ def check_segments(folder: Path, *, deep: bool) -> Check:
 
 
 def check_audit_end(folder: Path) -> Check:
-    """Whether the audit log can be gone on with: its key, its head and its newest file."""
+    """Whether the audit log can be continued: its key, its head and its newest file."""
     from penstock.log.audit_log import rehearse
     from penstock.log.disk import RealDisk
 
@@ -626,7 +619,7 @@ def check_routes(folder: Path) -> Check:
 
 
 def check_audit(folder: Path) -> Check:
-    """The audit chain, link by link, and whether a writer can go on with it."""
+    """The audit chain, link by link, and whether a writer can continue it."""
     from penstock.log.audit_reader import AuditReader
     from penstock.log.disk import RealDisk
 
@@ -640,7 +633,7 @@ def check_audit(folder: Path) -> Check:
 
 
 def unreadable(folder: Path, settings: Settings) -> Iterator[Check]:
-    """Every journal entry that a start could not read, and what a repair would do with it."""
+    """Every journal entry that a start could not read, and what a repair does with it."""
     from penstock.log.disk import RealDisk
     from penstock.log.repair import unreadable_entries
 
@@ -650,7 +643,7 @@ def unreadable(folder: Path, settings: Settings) -> Iterator[Check]:
 
 
 def check_set_aside(folder: Path) -> Iterator[Check]:
-    """What a repair set aside, if there was one."""
+    """The entries that a repair has set aside, if there was one."""
     from penstock.log.disk import RealDisk
     from penstock.log.unreadable import SET_ASIDE, load_set_aside
 
@@ -660,7 +653,7 @@ def check_set_aside(folder: Path) -> Iterator[Check]:
 
 
 def check_log(folder: Path, settings: Settings) -> Iterator[Check]:
-    """Reads the journal as a start would, and compares the clock with what is in it."""
+    """Reads the journal as a start does, and compares the clock with the newest event."""
     from penstock.log.disk import RealDisk
     from penstock.log.recovery import Recovery
 
@@ -690,9 +683,7 @@ def check_log(folder: Path, settings: Settings) -> Iterator[Check]:
 
 
 def check_backlog(folder: Path, settings: Settings, recovered: Recovered) -> Check:
-    """How much of the journal waits to be sealed, and so cannot be reclaimed."""
-    from penstock.server.ports import writer_of
-
+    """How much of the journal is not sealed yet, and so cannot be reclaimed."""
     waiting = max(0, recovered.position - recovered.log.manifest.sealed_to)
     allowed = settings.sealing.backlog_max_bytes
     found = (
@@ -707,14 +698,11 @@ def check_backlog(folder: Path, settings: Settings, recovered: Recovered) -> Che
     return Check("backlog", "warn", found, "sealing does not keep up: look in the writer's log for its reason, give it another core or a faster disk, or keep sealing.process on")  # fmt: skip
 
 
-# -- checkup_keys ---------------------------------------------------------------------------------
-
-
-EXPIRES_SOON_DAYS = 14  # time to get another certificate without hurry
+# -- certificates and keys ------------------------------------------------------------------------
 
 
 def check_tls(settings: Settings) -> Iterator[Check]:
-    """Certificate and key of the broker: readable, fitting each other, not expired."""
+    """Certificate and key of the broker: readable, a pair, not expired."""
     from penstock.server.transports.tls import server_tls
 
     server = settings.server
@@ -727,7 +715,7 @@ def check_tls(settings: Settings) -> Iterator[Check]:
 
 
 def check_client_tls(settings: Settings) -> Iterator[Check]:
-    """What clients with these settings trust and show: the same questions."""
+    """The same for the certificates that clients with these settings trust and show."""
     from penstock.engines.broker.tcp import client_tls
 
     client = settings.client
@@ -740,7 +728,7 @@ def check_client_tls(settings: Settings) -> Iterator[Check]:
 
 
 def check_secrets(settings: Settings) -> Iterator[Check]:
-    """The files with tokens and secrets: nobody but their owner reads them."""
+    """Whether only their owner can read the files with tokens and secrets."""
     files = {
         "auth.jwt_secret_file": settings.auth.jwt_secret_file,
         "auth.admin_token_file": settings.auth.admin_token_file,
@@ -752,7 +740,7 @@ def check_secrets(settings: Settings) -> Iterator[Check]:
 
 
 def check_settings_file(path: str | None) -> Iterator[Check]:
-    """A settings file that holds secrets itself: nobody but its owner reads it."""
+    """Whether only its owner can read a settings file that holds secrets itself."""
     from penstock.model.settings_loader import load
 
     if not path:
@@ -806,7 +794,7 @@ def _check_expiry(name: str, group: str, path: str) -> Check:
 
 
 def check_curve(settings: Settings) -> Check:
-    """The keys of ZeroMQ: well formed, and used."""
+    """Whether the CURVE keys of ZeroMQ are well formed and used."""
     server = settings.server
     if server.curve_clients and not server.curve_secret_key:
         raise InvalidSettings(
@@ -827,15 +815,11 @@ def check_curve(settings: Settings) -> Check:
     return Check("curve", "ok", f"on; {known} client keys" if known else "on; any client key")
 
 
-# -- checkup_network ------------------------------------------------------------------------------
-
-
-LEAST_TOKEN_CHARS = 16  # one password for everything: not to be guessed
-LISTEN = "0A"  # state in /proc/net/tcp
+# -- addresses and access -------------------------------------------------------------------------
 
 
 def check_addresses(settings: Settings, running: Listening | None = None) -> Check:
-    """Whether each address can be understood, and no two services want the same; those of a running broker."""
+    """Whether each address is valid and no two are the same; shows those of a running broker."""
     found = addresses(settings.server)
     taken: dict[Address, str] = {}
     for name, address in found.items():
@@ -856,7 +840,7 @@ def check_addresses(settings: Settings, running: Listening | None = None) -> Che
 
 
 def check_port(name: str, address: Address) -> Check:
-    """Whether the address is free at this moment; tried by taking it, and giving it back."""
+    """Whether the address is free at this moment: the check binds it, and closes it again."""
     try:
         for family, kind, _, _, where in socket.getaddrinfo(
             address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -889,7 +873,7 @@ def _not_free(name: str, address: Address, error: OSError) -> ConnectionFailed:
 
 
 def owner_of(port: int) -> str | None:
-    """The process that listens on a port, as far as /proc tells: other users' are hidden from us."""
+    """The process that listens on a port, if /proc shows it: it hides those of other users."""
     inodes = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError):
@@ -915,9 +899,9 @@ def check_ports(
 ) -> Iterator[Check]:
     """Every address: free, or served by this folder's own broker.
 
-    A port that is taken is a failure where somebody wrote that address into the settings
-    (`written`); one of the defaults only matters to those who want a broker here. Without
-    `defaults` nobody does: a client of a broker may find the very one it talks to on them.
+    A taken port is a failure if its address is in the user's settings (`written`), and a warning if it is
+    a default. Without `defaults`, default addresses are not checked: the user connects to a broker, and
+    that broker itself may listen there.
     """
     for name, address in addresses(settings.server).items():
         wanted = f"server.{name}" in written
@@ -935,7 +919,7 @@ def check_ports(
 
 
 def _check_running(name: str, address: Address, running: Listening, wanted: bool) -> Check:
-    """Where the broker of this folder really listens; only what was written can differ from that."""
+    """Compare the address of this folder's broker with the one in the user's settings (`wanted`)."""
     actual = running.addresses.get(name)
     whose = f"this folder's broker, pid {running.pid}"
     if wanted and address.port and actual != str(address):
@@ -947,7 +931,7 @@ def _check_running(name: str, address: Address, running: Listening, wanted: bool
 
 
 def check_access(settings: Settings) -> Iterator[Check]:
-    """Whether strangers are kept out."""
+    """Whether clients need a token where other machines can connect."""
     from penstock.server.auth import Authenticator, check_listen, is_loopback
 
     auth, server = settings.auth, settings.server

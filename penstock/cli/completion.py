@@ -1,4 +1,4 @@
-"""`penstock completion`: the script that teaches a shell to complete our commands."""
+"""`penstock completion`: the script that lets a shell complete these commands."""
 
 from __future__ import annotations
 

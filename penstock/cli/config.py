@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli import invocation as exits
 from penstock.cli import output
-from penstock.cli.invocation import Invocation, Noun
+from penstock.cli.invocation import INVALID, Invocation, Noun
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -47,7 +46,7 @@ def check(invocation: Invocation, file: str | None) -> None:
         output.print_text(output.escaped(str(problem)))
     errors = sum(problem.severity == "error" for problem in problems)
     if errors:
-        raise click.exceptions.Exit(exits.INVALID)
+        raise click.exceptions.Exit(INVALID)
     if not invocation.json:
         output.note(f"the settings are valid, {len(problems)} warnings")
 
@@ -109,7 +108,7 @@ def _fields(settings: Any) -> Iterator[tuple[str, Any]]:
 
 
 def origins(path: str | None, env: Mapping[str, str], flags: Mapping[str, Any]) -> dict[str, str]:
-    """Which source each setting comes from, for those that somebody wrote.
+    """The source of each setting that a file, the environment or a flag sets.
 
     >>> origins(None, {"PENSTOCK_DELIVERY_LEASE_S": "5s"}, {"durability.fsync": "never"})
     {'delivery.lease_s': 'environment PENSTOCK_DELIVERY_LEASE_S', 'durability.fsync': 'flag'}

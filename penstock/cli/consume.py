@@ -10,10 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli import invocation as exits
 from penstock.cli import output
 from penstock.cli.arguments import DURATION, POSITION
-from penstock.cli.invocation import Invocation, change, complete_group, complete_topic, leaf
+from penstock.cli.invocation import (
+    INTERRUPTED,
+    TERMINATED,
+    Invocation,
+    change,
+    complete_group,
+    complete_topic,
+    leaf,
+)
 from penstock.cli.output import FORMAT_HELP, renderer
 from penstock.cli.program import EXEC_HELP, HOPELESS, run_program
 from penstock.cli.publish import parse_headers
@@ -157,5 +164,5 @@ def command(
     parts = [f"{count} {outcome}" for outcome, count in sorted(run.counts.items())]
     output.note(f"{run.taken} events{': ' if parts else ''}{', '.join(parts)}")
     if run.signal:
-        stopped = exits.INTERRUPTED if run.signal == signal.SIGINT else exits.TERMINATED
+        stopped = INTERRUPTED if run.signal == signal.SIGINT else TERMINATED
         raise click.exceptions.Exit(stopped)

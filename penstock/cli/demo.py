@@ -1,6 +1,7 @@
 """`penstock demo`: a bus with sample producers and consumers, and what happens on it, live.
 
-A small shop with three tenants: the producers and consumers that `penstock demo` runs.
+`Shop` is the sample: a small shop with three tenants, their producers, two handler groups and a log
+consumer. The command runs it, shows its numbers and checks at the end that every event is accounted for.
 """
 
 from __future__ import annotations
@@ -19,10 +20,9 @@ import click
 import msgspec
 
 import penstock
-from penstock.cli import invocation as exits
 from penstock.cli import output
 from penstock.cli.arguments import Duration
-from penstock.cli.invocation import DEFAULT_URL, Invocation, folder_of, leaf
+from penstock.cli.invocation import DEFAULT_URL, FAILED, Invocation, folder_of, leaf
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,17 +31,24 @@ if TYPE_CHECKING:
 
     from penstock.model.settings import Settings
 
-# -- demo -----------------------------------------------------------------------------------------
-
-
 FOLDER = "./demo-data"
-LOOK_S = 0.5  # between two looks at the numbers on a terminal
+LOOK_S = 0.5  # between two updates of the numbers on a terminal
 LINE_S = 2.0  # between two lines in a pipe
 DRAIN_S = 30.0  # longest wait for retries after the producers stopped; the ladder takes under 1 s
 # Small and short-lived journal files, so that a demo of seconds shows sealing too.
 JOURNAL_FILE_BYTES = 4 * 1024 * 1024
 JOURNAL_ROLL_S = 4.0
 GRACE_S = 4.0
+
+TENANTS = {"acme": 0.6, "globex": 0.3, "initech": 0.1}
+"""Each tenant and its share of the events."""
+ORDERS = "orders.created.v1"
+PARCELS = "parcels.scanned.v1"
+TURNS_PER_S = 20  # batches a producer publishes a second: small enough to look alive
+TIMEOUT_CHANCE = 0.01  # of one attempt: shows retries that succeed
+DECLINED_CHANCE = 0.0005  # of an order: fails on every attempt and shows a dead letter
+STOLEN_CHANCE = 0.0002  # of an order: rejected at once
+RETRY = penstock.Retry(ladder_ms=(100, 400), max_attempts=3)  # short, so that a demo sees its end
 
 
 @leaf("demo")
@@ -72,14 +79,10 @@ def command(invocation: Invocation, seconds: float, rate: float) -> None:
     else:
         _print_summary(result)
     if not result["balanced"]:
-        raise click.exceptions.Exit(exits.FAILED)
+        raise click.exceptions.Exit(FAILED)
 
 
 async def _run(invocation: Invocation, seconds: float, rate: float) -> dict[str, Any]:
-    import penstock
-
-    pass
-
     url = FOLDER if invocation.url == DEFAULT_URL else invocation.url
     folder = folder_of(url)
     if folder is not None:
@@ -117,7 +120,7 @@ def _demo_settings(settings: Settings) -> Settings:
 
 @contextlib.contextmanager
 def _stopped_by_signal(shop: Shop) -> Iterator[None]:
-    """The first Ctrl-C stops the producers and lets the rest finish; the second one ends it all."""
+    """The first Ctrl-C stops the producers, and consumers finish; the second one ends the command."""
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
@@ -148,7 +151,7 @@ def _totals(shop: Shop) -> dict[str, Any]:
     return {**{name: sum(row[name] for row in rows) for name in names}, "tenants": rows}
 
 
-# -- showing it ------------------------------------------------------------------------------------
+# -- the numbers ------------------------------------------------------------------------------------
 
 
 async def _watch(shop: Shop, folder: Path | None, *, quiet: bool) -> None:
@@ -174,7 +177,7 @@ async def _repeat(meter: _Meter, every_s: float, show: Callable[[], None]) -> No
 
 
 class _Meter:
-    """The numbers between two looks."""
+    """The numbers of the demo, and rates between two updates."""
 
     def __init__(self, shop: Shop, folder: Path | None) -> None:
         self._shop = shop
@@ -185,7 +188,7 @@ class _Meter:
         self._disk = "in memory"
 
     async def look(self) -> None:
-        """Take the numbers anew."""
+        """Update the numbers."""
         await self._shop.count_dead()
         now = time.monotonic()
         for tenant, books in self._shop.books.items():
@@ -253,18 +256,7 @@ def _print_summary(result: dict[str, Any]) -> None:
         )
 
 
-# -- sample ---------------------------------------------------------------------------------------
-
-
-TENANTS = {"acme": 0.6, "globex": 0.3, "initech": 0.1}
-"""Each tenant and its share of the events."""
-ORDERS = "orders.created.v1"
-PARCELS = "parcels.scanned.v1"
-TURNS_PER_S = 20  # batches a producer publishes a second: small enough to look alive
-TIMEOUT_CHANCE = 0.01  # of one attempt: shows retries that succeed
-DECLINED_CHANCE = 0.0005  # of an order: fails on every attempt and shows a dead letter
-STOLEN_CHANCE = 0.0002  # of an order: rejected at once
-RETRY = penstock.Retry(ladder_ms=(100, 400), max_attempts=3)  # short, so that a demo sees its end
+# -- the sample -----------------------------------------------------------------------------------
 
 
 class Order(msgspec.Struct):
@@ -284,7 +276,7 @@ class Parcel(msgspec.Struct):
 
 @dataclass
 class Books:
-    """What went in and what came out, for one tenant; only this run counts."""
+    """Counts of one tenant's events that were published, handled and read; only this run counts."""
 
     published: int = 0
     read: int = 0
@@ -312,10 +304,10 @@ class Shop:
         self._first: dict[str, int] = {}
         self._analyst: asyncio.Task[None] | None = None
 
-    # -- life ----------------------------------------------------------------------------------
+    # -- opening and closing ----------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Remember where this run begins, and start the consumers."""
+        """Note the offsets at which this run begins, and start the consumers."""
         for tenant in TENANTS:
             for subject in (ORDERS, PARCELS):
                 topic = f"{subject}.{tenant}"
@@ -410,10 +402,10 @@ class Shop:
                         books.revenue += sum(order.amount for order in orders)
                 await log.commit()
 
-    # -- taking stock --------------------------------------------------------------------------
+    # -- counting --------------------------------------------------------------------------
 
     async def count_dead(self) -> None:
-        """Bring `dead` up to date."""
+        """Update `dead`."""
         letters: list[Any] = []
         for group in ("billing", "tracking"):
             letters += await self.bus.dead_letters.list(consumer=group, limit=1_000_000)
@@ -423,14 +415,14 @@ class Shop:
                 self.dead[letter.tenant] += 1
 
     def settled(self) -> bool:
-        """Whether everything published was handled or is dead, and was read in order."""
+        """Whether every published event was handled or is a dead letter, and was read in order."""
         return all(
             books.published == books.done + self.dead[tenant] == books.read
             for tenant, books in self.books.items()
         )
 
     async def drain(self, timeout_s: float) -> bool:
-        """Wait until nothing is under way; whether the books then balance."""
+        """Wait until every event is accounted for; False when the time is over first."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while True:
             await self.count_dead()

@@ -1,7 +1,7 @@
-"""`penstock dlq`: dead letters, looked at, sent back, made by hand and purged.
+"""`penstock dlq`: list, inspect, replay, make and purge dead letters.
 
 Every change has an actor and a reason for the audit trail; a broker that is shown a token knows the
-actor, and without a token it is whoever runs the command. Replay wants the original consumer and
+actor, and without a token the actor is the user who runs the command. Replay wants the original consumer and
 topic restated and `--confirm REPLAY`; purge wants `--confirm PURGE`.
 """
 
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli import invocation as exits
 from penstock.cli import output
 from penstock.cli.invocation import (
+    FAILED,
     Invocation,
     Noun,
     change,
@@ -53,9 +53,9 @@ def _audited(function: F) -> F:
 
 
 def _actor(context: click.Context, option: click.Parameter, stated: str) -> str:
-    """Who does it; empty where the broker knows it from the token.
+    """The actor of a change; empty when the broker knows it from the token.
 
-    A name that nobody proved says so: `local:` is what this machine claims.
+    The prefix `local:` marks a name that only this machine claims, without proof.
     """
     invocation = context.ensure_object(Invocation)
     client = invocation.settings().client if is_broker(invocation.url) else None
@@ -204,7 +204,7 @@ def _change(invocation: Invocation, word: str, confirm: str, dry_run: bool, what
 
     destroy(invocation, word, confirm, dry_run, what, work, show)
     if failed:
-        raise click.exceptions.Exit(exits.FAILED)
+        raise click.exceptions.Exit(FAILED)
 
 
 def _report(invocation: Invocation, done: str, ids: list[str], outcome: Any) -> bool:

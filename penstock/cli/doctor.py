@@ -1,9 +1,7 @@
 """`penstock doctor`: is this machine, this folder and its broker in order?
 
-Trend bundles: what `penstock doctor` found, again and again, as JSON and as CSV.
-
-`trend_bundle.json` is the record; `trend_bundle.csv` is written from it each time, so that a check
-that is new has a column from its first day on.
+`--export` adds each result to a trend bundle. `trend_bundle.json` is the record; `trend_bundle.csv` is
+written from it each time, so that a new check has a column from the first entry on.
 """
 
 from __future__ import annotations
@@ -22,14 +20,10 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from penstock.cli import invocation as exits
 from penstock.cli import output
 from penstock.cli.arguments import DURATION
-from penstock.cli.invocation import Invocation, folder_of, is_broker, leaf
-from penstock.log.disk import RealDisk, write_file
+from penstock.cli.invocation import FAILED, Invocation, folder_of, is_broker, leaf
 from penstock.model.errors import Corrupted, InvalidSettings, PenstockError
-from penstock.model.settings_loader import read_file
-from penstock.server.reload import flat, hidden
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -38,11 +32,15 @@ if TYPE_CHECKING:
     from penstock.cli.quota_simulation import TenantRehearsal
     from penstock.model.settings import Settings
 
-# -- doctor ---------------------------------------------------------------------------------------
-
-
 DEFAULT_WINDOW_S = 3_600.0
 REPAIR = "REPAIR"
+
+JSON_FILE, CSV_FILE = "trend_bundle.json", "trend_bundle.csv"
+FORMAT = 1
+MAX_ENTRIES = 10_000
+"""Entries kept, the newest: one an hour for more than a year."""
+MAX_FILE_BYTES = 64 * 1024 * 1024
+SEVERITY = ("ok", "warn", "fail")
 
 
 @leaf("doctor")
@@ -103,39 +101,37 @@ def command(
 
 
 def _check(invocation: Invocation, deep: bool, bundle: str | None) -> None:
-    checks = list(_examine(invocation, deep))
-    rows = [output.plain(check) for check in checks]
+    found = list(_examine(invocation, deep))
+    rows = [output.plain(check) for check in found]
     output.show_rows(invocation, rows, ["name", "status", "found", "advice"])
-    failed = sum(check.status == "fail" for check in checks)
+    failed = sum(check.status == "fail" for check in found)
     if not invocation.json:
-        warned = sum(check.status == "warn" for check in checks)
-        output.print_text(f"{len(checks)} checks: {failed} failed, {warned} warnings")
+        warned = sum(check.status == "warn" for check in found)
+        output.print_text(f"{len(found)} checks: {failed} failed, {warned} warnings")
     if bundle is not None:
-        _export(invocation, bundle, "deep" if deep else "check", checks)
+        _export(invocation, bundle, "deep" if deep else "check", found)
     if failed:
-        raise click.exceptions.Exit(exits.FAILED)
+        raise click.exceptions.Exit(FAILED)
 
 
 def _examine(invocation: Invocation, deep: bool) -> Iterator[Check]:
-    from penstock.cli import checks as checkup
-    from penstock.cli import checks as checkup_broker
-    from penstock.cli import checks as checkup_folder
+    from penstock.cli import checks
     from penstock.cli.checks import Check, guarded
 
-    watch = checkup.ClockWatch()
-    yield checkup.check_python()
-    yield checkup.check_packages()
-    yield from checkup.check_extras()
-    yield from checkup.check_config(invocation)
+    watch = checks.ClockWatch()
+    yield checks.check_python()
+    yield checks.check_packages()
+    yield from checks.check_extras()
+    yield from checks.check_config(invocation)
     settings = _settings(invocation)
     folder = folder_of(invocation.url)
     yield from _examine_network(invocation, settings, folder)
     if folder is not None and folder.is_dir():
         yield Check("folder", "ok", str(folder.resolve()))
         yield from _examine_folder(folder, settings, deep)
-        yield from guarded("broker", partial(checkup_broker.check_broker, folder, settings))
+        yield from guarded("broker", partial(checks.check_broker, folder, settings))
     elif folder is not None:
-        found = list(guarded("folder", partial(checkup_folder.check_place, folder)))
+        found = list(guarded("folder", partial(checks.check_place, folder)))
         if found[0].status == "ok":
             found = [Check("folder", "warn", f"{folder} does not exist", "the first publish makes it; name another one with --url")]  # fmt: skip
         yield from found
@@ -145,11 +141,11 @@ def _examine(invocation: Invocation, deep: bool) -> Iterator[Check]:
 
 
 def _examine_elsewhere(url: str, settings: Settings) -> Iterator[Check]:
-    """What lies behind a URL that names no folder."""
+    """Check a URL that names no folder: a broker, or a bus in memory."""
     import penstock
     from penstock.cli.checks import Check, check_condition, check_remote
 
-    penstock.connect(url, settings=settings)  # opens nothing, and says what the URL cannot mean
+    penstock.connect(url, settings=settings)  # opens nothing, but refuses an invalid URL
     if is_broker(url):
         found = list(check_remote(url, settings))
         yield from found
@@ -165,53 +161,50 @@ def _settings(invocation: Invocation) -> Settings:
     try:
         return invocation.settings()
     except InvalidSettings:
-        return Settings()  # reported by its own check; the rest is examined all the same
+        return Settings()  # reported by its own check; the other checks run with defaults
 
 
 def _examine_network(
     invocation: Invocation, settings: Settings, folder: Path | None
 ) -> Iterator[Check]:
-    from penstock.cli import checks as checkup
-    from penstock.cli import checks as checkup_broker
-    from penstock.cli import checks as checkup_keys
-    from penstock.cli import checks as checkup_network
+    from penstock.cli import checks
     from penstock.cli.checks import guarded
     from penstock.cli.config import origins
 
     running, written = None, frozenset[str]()
-    with contextlib.suppress(PenstockError):  # each is found by a check of its own
+    with contextlib.suppress(PenstockError):  # reported by checks of their own
         written = frozenset(origins(invocation.config, os.environ, invocation.flags))
     with contextlib.suppress(PenstockError):
-        running = None if folder is None else checkup_broker.running_broker(folder)
+        running = None if folder is None else checks.running_broker(folder)
     if any(key.startswith(("server.", "auth.", "telemetry.")) for key in written):
-        yield from guarded("needed extras", partial(checkup.check_needed, settings))
-    yield from guarded("addresses", partial(checkup_network.check_addresses, settings, running))
-    ports = partial(checkup_network.check_ports, settings, running, written)
+        yield from guarded("needed extras", partial(checks.check_needed, settings))
+    yield from guarded("addresses", partial(checks.check_addresses, settings, running))
+    ports = partial(checks.check_ports, settings, running, written)
     yield from guarded("ports", partial(ports, defaults=not is_broker(invocation.url)))
-    yield from guarded("access", partial(checkup_network.check_access, settings))
-    yield from guarded("secrets", partial(checkup_keys.check_settings_file, invocation.config))
-    yield from guarded("secrets", partial(checkup_keys.check_secrets, settings))
-    yield from guarded("tls", partial(checkup_keys.check_tls, settings))
-    yield from guarded("client tls", partial(checkup_keys.check_client_tls, settings))
-    yield from guarded("curve", partial(checkup_keys.check_curve, settings))
-    yield from guarded("open files", partial(checkup.check_descriptors, settings))
+    yield from guarded("access", partial(checks.check_access, settings))
+    yield from guarded("secrets", partial(checks.check_settings_file, invocation.config))
+    yield from guarded("secrets", partial(checks.check_secrets, settings))
+    yield from guarded("tls", partial(checks.check_tls, settings))
+    yield from guarded("client tls", partial(checks.check_client_tls, settings))
+    yield from guarded("curve", partial(checks.check_curve, settings))
+    yield from guarded("open files", partial(checks.check_descriptors, settings))
 
 
 def _examine_folder(folder: Path, settings: Settings, deep: bool) -> Iterator[Check]:
-    from penstock.cli import checks as checkup_folder
+    from penstock.cli import checks
     from penstock.cli.checks import guarded
 
-    yield from guarded("disk", partial(checkup_folder.check_sync, folder))
-    yield from guarded("space", partial(checkup_folder.check_space, folder, settings))
-    formats = list(guarded("format", partial(checkup_folder.check_format, folder)))
+    yield from guarded("disk", partial(checks.check_sync, folder))
+    yield from guarded("space", partial(checks.check_space, folder, settings))
+    formats = list(guarded("format", partial(checks.check_format, folder)))
     yield from formats
     if formats[0].status == "fail":
         return
-    yield from guarded("lock", partial(checkup_folder.check_lock, folder))
-    yield from guarded("log", partial(checkup_folder.check_log, folder, settings))
-    yield from guarded("segments", partial(checkup_folder.check_segments, folder, deep=deep))
-    yield from guarded("audit", partial(checkup_folder.check_audit, folder))
-    yield from guarded("routes", partial(checkup_folder.check_routes, folder))
+    yield from guarded("lock", partial(checks.check_lock, folder))
+    yield from guarded("log", partial(checks.check_log, folder, settings))
+    yield from guarded("segments", partial(checks.check_segments, folder, deep=deep))
+    yield from guarded("audit", partial(checks.check_audit, folder))
+    yield from guarded("routes", partial(checks.check_routes, folder))
 
 
 def _repair(invocation: Invocation, confirm: str) -> None:
@@ -271,10 +264,8 @@ def _simulate(invocation: Invocation, file: str, window_s: float, bundle: str | 
 
 
 def _export(invocation: Invocation, bundle: str, mode: str, checks: list[Check], rehearsal: list[TenantRehearsal] | None = None, proposed: str | None = None) -> None:  # fmt: skip
-    pass
-
     settings = None
-    with contextlib.suppress(InvalidSettings):  # its check says so
+    with contextlib.suppress(InvalidSettings):  # reported by its own check
         settings = invocation.settings()
     hashes = config_hashes(settings, invocation.config, folder_of(invocation.url))
     if proposed is not None:
@@ -283,15 +274,7 @@ def _export(invocation: Invocation, bundle: str, mode: str, checks: list[Check],
     output.note(f"{bundle}: {len(written.entries)} entries in trend_bundle.json and trend_bundle.csv")  # fmt: skip
 
 
-# -- trend ----------------------------------------------------------------------------------------
-
-
-JSON_FILE, CSV_FILE = "trend_bundle.json", "trend_bundle.csv"
-FORMAT = 1
-MAX_ENTRIES = 10_000
-"""Entries kept, the newest: one an hour for more than a year."""
-MAX_FILE_BYTES = 64 * 1024 * 1024
-SEVERITY = ("ok", "warn", "fail")
+# -- trend bundles --------------------------------------------------------------------------------
 
 
 class Entry(msgspec.Struct, kw_only=True):
@@ -320,7 +303,7 @@ def entry_of(
     hashes: dict[str, str],
     rehearsal: Sequence[TenantRehearsal] | None = None,
 ) -> Entry:
-    """What one run leaves in the bundle."""
+    """The entry of one run."""
     from penstock import __version__
 
     worst: dict[str, str] = {}
@@ -348,7 +331,10 @@ def _sums(rehearsal: Sequence[TenantRehearsal]) -> dict[str, int]:
 
 
 def config_hashes(settings: Settings | None, config: str | None, folder: Path | None) -> dict[str, str]:  # fmt: skip
-    """What tells one configuration from the next. Secrets do not go in: a hash of a weak one can be guessed."""
+    """Hashes that identify a configuration, without secrets: a hash of a weak secret can be guessed."""
+    from penstock.model.settings_loader import read_file
+    from penstock.server.reload import flat, hidden
+
     found: dict[str, str] = {}
     if settings is not None:
         found["settings"] = _digest({key: value for key, value in flat(settings).items() if not hidden(key)})  # fmt: skip
@@ -365,6 +351,8 @@ def config_hashes(settings: Settings | None, config: str | None, folder: Path | 
 
 
 def _without_secrets(table: Any, key: str = "") -> Any:
+    from penstock.server.reload import hidden
+
     if not isinstance(table, dict):
         return table
     inner = {name: f"{key}.{name}" if key else name for name in table}
@@ -382,6 +370,8 @@ def _digest(value: Any) -> str:
 
 def export(folder: Path, entry: Entry) -> Bundle:
     """Add an entry to the bundle in a folder, which is made when it is missing."""
+    from penstock.log.disk import RealDisk, write_file
+
     folder.mkdir(parents=True, exist_ok=True)
     bundle = read_bundle(folder)
     bundle.entries = [*bundle.entries, entry][-MAX_ENTRIES:]
@@ -416,7 +406,7 @@ def _not_ours(path: Path, why: str) -> PenstockError:
 
 
 def as_csv(entries: Sequence[Entry]) -> str:
-    """The entries as a table: a line each, a column for each check there ever was."""
+    """The entries as a table: a line for each, a column for each check in any of them."""
     parts = {"check": "checks", "sha256": "hashes", "simulation": "simulation"}
     columns = {
         f"{prefix}.{name}": (part, name)

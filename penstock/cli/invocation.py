@@ -1,22 +1,13 @@
-"""One run of the command: where the bus is, which settings hold, how output looks.
+"""One run of the command: its global options, its bus, how it ends.
 
-A command's time with a bus: open it, do the work, close it.
-
-Exit codes: what a script learns from `$?`, and which error code leads to which.
-
-Being asked to stop: by Ctrl-C, by SIGTERM, or because the time is over.
-
-Confirmation of what destroys something: a word on the command line, or asked for on a terminal.
-
-The word is the verb of the command in capitals. `--dry-run` shows what would happen and changes
-nothing. On a terminal a command without the word shows the same and asks for it.
-
-Shell completion of names that live in the data folder.
+`Invocation` holds the options that every command takes. `look` and `change` open the bus, do the work and
+close it. Exit codes follow from error codes. A command that destroys something does it only with
+`--confirm` and the word, the verb in capitals; on a terminal it asks for the word and shows the effect
+first. `--dry-run` shows the effect and changes nothing.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import signal
@@ -38,24 +29,27 @@ from penstock.model.registry import did_you_mean
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    import click
-
     import penstock
     from penstock.model.settings import Settings
 
-# -- invocation -----------------------------------------------------------------------------------
-
+T = TypeVar("T")
 
 DEFAULT_URL = "./data"
 CONNECT_S = 2.0
-"""How long a command waits for a broker that does not answer: a person waits for it."""
+"""How long a command waits for a broker that does not answer; a person waits for the command."""
+NOTICE_S = 1.0
+"""A command says that it waits for a broker after this long; most answer in milliseconds."""
+COMPLETION_S = 2.0
+"""Longest wait for completions: better none than a shell that hangs on Tab."""
+ABOUT_FILE = "penstock.json"
+"""The file that makes a folder a data folder (penstock.log.recovery)."""
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]+:", re.IGNORECASE)
 
 
 @dataclass
 class Invocation:
-    """What the global options said; every command gets it as its first argument."""
+    """The values of the global options; every command gets it as its first argument."""
 
     url: str = DEFAULT_URL
     config: str | None = None
@@ -123,7 +117,7 @@ def read_only(url: str) -> str:
 
 
 def _note(context: click.Context, option: click.Parameter, value: Any) -> Any:
-    """Keep what an option said, wherever on the line it stood; the later one wins."""
+    """Keep the value of an option from any place on the line; the last one counts."""
     invocation = context.ensure_object(Invocation)
     if option.name == "sets":
         invocation.sets.extend(value)
@@ -160,7 +154,7 @@ def global_options(*, at_root: bool) -> list[click.Option]:
 
 
 class Leaf(click.Command):
-    """A command that does something; takes the global options behind its name too."""
+    """A command without subcommands; it takes the global options behind its name, too."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -173,19 +167,19 @@ class Noun(click.Group):
     command_class = Leaf
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command; a name that does not exist is answered with the nearest one."""
+        """The command; the error for an unknown name suggests the nearest one."""
         found = super().get_command(ctx, cmd_name)
         if found is None:
             raise unknown_command(ctx, cmd_name, self.list_commands(ctx))
         return found
 
 
-# What other tools call a thing.
+# Names of commands in other tools.
 _ELSEWHERE = {"show": "info", "describe": "info", "get": "info", "rm": "delete", "remove": "delete", "ls": "list", "subscribe": "consume", "pub": "publish", "sub": "consume", "add": "put"}  # fmt: skip
 
 
 def unknown_command(ctx: click.Context, name: str, known: Sequence[str]) -> click.UsageError:
-    """What to say about a command that does not exist."""
+    """The error for an unknown command, with a suggestion."""
     elsewhere = _ELSEWHERE.get(name, "")
     hint = (
         f"Did you mean {elsewhere!r}? " if elsewhere in known else did_you_mean(name, known)
@@ -194,40 +188,39 @@ def unknown_command(ctx: click.Context, name: str, known: Sequence[str]) -> clic
 
 
 def leaf(name: str, **more: Any) -> Callable[[Callable[..., Any]], Leaf]:
-    """Declare a command that stands directly below `penstock`."""
+    """Declare a command directly below `penstock`."""
     return click.command(name, cls=Leaf, **more)
 
 
-# -- visit ----------------------------------------------------------------------------------------
-
-
-T = TypeVar("T")
-
-NOTICE_S = 1.0
-"""A broker that answers takes milliseconds."""
-
-ABOUT_FILE = "penstock.json"
-"""What makes a folder a data folder (penstock.log.recovery)."""
+# -- a command and its bus ------------------------------------------------------------------------
 
 
 def look(invocation: Invocation, work: Callable[[penstock.Bus], Awaitable[T]]) -> T:
-    """Do something that only reads; works while another process writes the folder."""
+    """Do something that only reads; it works while another process writes the folder."""
     _require_folder(invocation.url)
-    return asyncio.run(_with_bus(invocation, read_only(invocation.url), work))
+    return _run(invocation, read_only(invocation.url), work)
 
 
 def change(
     invocation: Invocation, work: Callable[[penstock.Bus], Awaitable[T]], *, creates: bool = False
 ) -> T:
-    """Do something that writes; `creates` says that a missing folder is made."""
+    """Do something that writes; with `creates`, a missing folder is made."""
     if not creates:
         _require_folder(invocation.url)
-    return asyncio.run(_with_bus(invocation, invocation.url, work))
+    return _run(invocation, invocation.url, work)
+
+
+def _run(invocation: Invocation, url: str, work: Callable[[penstock.Bus], Awaitable[T]]) -> T:
+    import asyncio  # here, since `--version` must be quick
+
+    return asyncio.run(_with_bus(invocation, url, work))
 
 
 async def _with_bus(
     invocation: Invocation, url: str, work: Callable[[penstock.Bus], Awaitable[T]]
 ) -> T:
+    import asyncio
+
     import penstock
     from penstock.model.settings_loader import unknown
 
@@ -244,14 +237,13 @@ async def _with_bus(
 
 
 def _tell_of_silence(url: str, settings: Settings) -> None:
-    """A folder is opened by ourselves, however long it takes."""
     if is_broker(url):
         limit_s = settings.client.connect_s or settings.client.deadline_s
         output.note(f"no broker has answered at {url} yet; trying for {limit_s:g} s (--timeout)")
 
 
 def _require_folder(url: str) -> None:
-    """A slip in a path must neither make a folder nor look like an empty bus."""
+    """Refuse a path without data: a typing error must not make a folder or look like an empty bus."""
     folder = folder_of(url)
     if folder is not None and not (folder / ABOUT_FILE).exists():
         what = "holds no Penstock data" if folder.is_dir() else "does not exist"
@@ -263,7 +255,7 @@ def _require_folder(url: str) -> None:
 
 
 def require_broker(url: str, what: str) -> None:
-    """Refuse what only a broker has."""
+    """Refuse a bus that is no broker: only a broker has this."""
     if not is_broker(url):
         raise Unsupported(
             f"{url} is no broker, and only a broker has {what}. Name one with --url "
@@ -272,7 +264,7 @@ def require_broker(url: str, what: str) -> None:
         )
 
 
-# -- exits ----------------------------------------------------------------------------------------
+# -- exit codes -----------------------------------------------------------------------------------
 
 
 OK = 0
@@ -320,12 +312,12 @@ def exit_code(error_code: str) -> int:
     return _BY_FAMILY.get(error_code.partition(".")[0], FAILED)
 
 
-# -- stopping -------------------------------------------------------------------------------------
+# -- signals --------------------------------------------------------------------------------------
 
 
 @contextmanager
 def asked_to_stop(after_s: float | None = None) -> Iterator[threading.Event]:
-    """Set by the first signal or when the time is over; a second signal does what it always does."""
+    """An event, set by the first SIGINT or SIGTERM or after a time; a second has its usual effect."""
     event = threading.Event()
     before: dict[int, Any] = {}
 
@@ -347,7 +339,7 @@ def asked_to_stop(after_s: float | None = None) -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-# -- confirm --------------------------------------------------------------------------------------
+# -- confirmation ---------------------------------------------------------------------------------
 
 
 def confirm_options(word: str) -> Callable[[Any], Any]:
@@ -366,7 +358,7 @@ def destroy(
     work: Callable[[penstock.Bus, str, bool], Awaitable[T]],
     show: Callable[[T], None],
 ) -> None:
-    """Do `work(bus, confirm, dry_run)` when the word was given, or else is given now; `what` says what it does."""
+    """Do `work(bus, confirm, dry_run)` if the word is given, or typed now; `what` describes the work."""
 
     def run(confirm: str, dry: bool) -> T:
         return change(invocation, lambda bus: work(bus, confirm, dry))
@@ -389,7 +381,7 @@ def destroy(
 
 
 def show_effect(invocation: Invocation, done: str) -> Callable[[Any], None]:
-    """Prints an effect: `done` is the word for what happened to its target."""
+    """A function that prints an effect; `done` is the participle for its target, such as "deleted"."""
 
     def show(effect: Any) -> None:
         record = output.plain(effect)
@@ -407,10 +399,7 @@ def show_effect(invocation: Invocation, done: str) -> Callable[[Any], None]:
     return show
 
 
-# -- complete -------------------------------------------------------------------------------------
-
-
-PATIENCE_S = 2.0  # a shell that hangs on Tab is worse than one that offers nothing
+# -- completion of names --------------------------------------------------------------------------
 
 
 def complete_topic(
@@ -433,11 +422,13 @@ def _names(context: click.Context, kind: str, incomplete: str) -> list[str]:
     if folder is None or not folder.is_dir():
         return []
 
+    import asyncio
+
     async def ask() -> list[str]:
-        from penstock import connect  # takes its time, which is not the folder's fault
+        from penstock import connect  # before the timeout begins: the import takes its time
 
         async with (
-            asyncio.timeout(PATIENCE_S),
+            asyncio.timeout(COMPLETION_S),
             connect(read_only(invocation.url), settings=invocation.settings()) as bus,
         ):
             catalogue: Any = getattr(bus, kind)
@@ -445,6 +436,6 @@ def _names(context: click.Context, kind: str, incomplete: str) -> list[str]:
 
     try:
         names = asyncio.run(ask())
-    except Exception:  # whatever it is, it is no reason to disturb somebody who is typing
+    except Exception:  # no error may disturb a person who is typing
         return []
     return [name for name in names if name.startswith(incomplete)]

@@ -1,11 +1,7 @@
 """What the commands print: tables on a terminal, aligned columns in a pipe, JSON lines on demand.
 
-Results go to stdout, everything else to stderr. Control characters in data are shown escaped, so
-that an event cannot take over the terminal it is looked at with.
-
-How one event looks: an object, a line, its bare payload, or a template of yours.
-
-Paging: which part of a list a command shows, within the limits of the admin API.
+Results go to stdout, everything else to stderr. Control characters in data are shown escaped, so that
+an event cannot control the terminal that shows it.
 """
 
 from __future__ import annotations
@@ -25,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from penstock.engines.requests import MAX_PAGE, MAX_SKIP
 from penstock.model.parameter import show
 
 if TYPE_CHECKING:
@@ -34,11 +29,15 @@ if TYPE_CHECKING:
     import penstock
     from penstock.cli.invocation import Invocation
 
-# -- output ---------------------------------------------------------------------------------------
-
-
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
+
+PRESETS = ("line", "value", "json")
+FIELDS = (
+    "id", "topic", "tenant", "partition", "offset", "key", "value", "codec", "time",
+    "append_time", "token", "priority", "headers",
+)  # fmt: skip
+FORMAT_HELP = "line, value (the bare payload), json, or a template such as '{offset} {value}'."
 
 
 def plain(value: Any) -> Any:
@@ -71,8 +70,6 @@ def _text_or_base64(data: bytes) -> Any:
     try:
         return data.decode()
     except UnicodeDecodeError:
-        import base64
-
         return {"base64": base64.b64encode(data).decode()}
 
 
@@ -119,23 +116,23 @@ def cell(value: Any) -> str:
 
 
 def print_json(value: Any) -> None:
-    """One JSON object on a line of its own."""
+    """Print a JSON object on a line of its own."""
     print_bytes(msgspec.json.encode(plain(value)) + b"\n")
 
 
 def print_bytes(data: bytes) -> None:
-    """Bytes as they are."""
+    """Print bytes unchanged."""
     sys.stdout.buffer.write(data)
 
 
 def print_text(text: str) -> None:
-    """A line of text; what the terminal's encoding cannot show is replaced."""
+    """Print a line of text; characters outside the terminal's encoding are replaced."""
     encoding = sys.stdout.encoding or "utf-8"
     print_bytes(text.encode(encoding, "replace") + b"\n")
 
 
 def note(text: str) -> None:
-    """Something worth knowing that is not the result."""
+    """Print a remark that is not the result, on stderr."""
     print(escaped(text), file=sys.stderr, flush=True)
 
 
@@ -153,7 +150,7 @@ def complain(
 def show_rows(
     invocation: Invocation, rows: Iterable[Mapping[str, Any]], columns: Sequence[str]
 ) -> None:
-    """Many things of one kind: JSON has all their fields, a table the named columns."""
+    """Print records of one kind: JSON has all their fields, a table the named columns."""
     if invocation.json:
         for row in rows:
             print_json(row)
@@ -169,7 +166,7 @@ def show_rows(
 
 
 def show_record(invocation: Invocation, record: Mapping[str, Any]) -> None:
-    """One thing: an object in JSON, a field per line otherwise."""
+    """Print one record: an object in JSON, otherwise a line for each field."""
     if invocation.json:
         print_json(record)
         return
@@ -179,7 +176,7 @@ def show_record(invocation: Invocation, record: Mapping[str, Any]) -> None:
 
 
 def _heading(name: str) -> str:
-    """A field's name without its unit: the value says that."""
+    """A field's name without its unit, which the value shows."""
     short = name.removesuffix("_us")
     if not short.endswith("_per_s"):
         short = short.removesuffix("_s")
@@ -196,7 +193,7 @@ def _shown(row: Mapping[str, Any], name: str) -> str:
 
 
 def _print_table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    # Imported here: a pipe, a script or `--version` never needs it.
+    # Imported here, since a pipe, a script or `--version` does not need it.
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -219,25 +216,17 @@ def _print_columns(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> N
 
 
 def reader_gone() -> bool:
-    """Whether nobody reads our output any more: a follower would otherwise wait for ever."""
+    """Whether the reader of stdout is gone: a command that follows events would never end."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
 
 
-# -- view -----------------------------------------------------------------------------------------
-
-
-READABLE_CODECS = frozenset({"json", "msgpack"})
-PRESETS = ("line", "value", "json")
-FIELDS = (
-    "id", "topic", "tenant", "partition", "offset", "key", "value", "codec", "time",
-    "append_time", "token", "priority", "headers",
-)  # fmt: skip
+# -- events ---------------------------------------------------------------------------------------
 
 
 def payload_fields(payload: bytes, codec: str | None) -> dict[str, Any]:
-    """`value` when the payload can be shown as it is meant, `base64` otherwise.
+    """`value` when the payload can be decoded, `base64` otherwise.
 
     >>> payload_fields(b'{"id":7}', "json"), payload_fields(b"text", "raw"), payload_fields(b"\\xff", "raw")
     ({'value': {'id': 7}}, {'value': 'text'}, {'base64': '/w=='})
@@ -257,7 +246,7 @@ def payload_fields(payload: bytes, codec: str | None) -> dict[str, Any]:
 
 
 def key_text(key: bytes | None) -> Any:
-    """A key as text where it is text."""
+    """A key as text if it is text."""
     return None if key is None else plain(key)
 
 
@@ -315,7 +304,7 @@ def _template(text: str) -> Callable[[penstock.Event], bytes]:
     except ValueError as error:
         raise click.BadParameter(f"{text!r}: {error}") from None
     for name, spec, conversion in names:
-        # Only plain names: a template is no way to reach into objects.
+        # Only plain names, so that a template cannot reach into objects.
         if name is not None and (name not in FIELDS or spec or conversion):
             raise click.BadParameter(f"{text!r}: {{{name}}} is not one of {', '.join(FIELDS)}")
 
@@ -339,14 +328,11 @@ def renderer(format: str, *, json: bool) -> Callable[[penstock.Event], bytes]:
     return _json if json else chosen
 
 
-FORMAT_HELP = "line, value (the bare payload), json, or a template such as '{offset} {value}'."
-
-
-# -- paging ---------------------------------------------------------------------------------------
+# -- pages of lists -------------------------------------------------------------------------------
 
 
 def note_rest(there: int, limit: int, offset: int) -> None:
-    """Say how much of a list a page leaves out."""
+    """Print how many rows follow this page of a list."""
     rest = there - offset - limit
     if rest > 0:
         note(f"{rest} more: go on with --offset {offset + limit}, or raise --limit")
@@ -354,6 +340,7 @@ def note_rest(there: int, limit: int, offset: int) -> None:
 
 def page_options(limit: int) -> Callable[[Any], Any]:
     """The `--limit` and `--offset` options of a command."""
+    from penstock.engines.requests import MAX_PAGE, MAX_SKIP  # `--version` must not load Arrow
 
     def decorate(function: Any) -> Any:
         most = click.IntRange(1, MAX_PAGE)

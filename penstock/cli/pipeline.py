@@ -1,4 +1,4 @@
-"""`penstock pipeline`: data pipelines on Spark, by name (rows S5 to S8)."""
+"""`penstock pipeline`: data pipelines on Spark, by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `penstock pipeline` does once Spark is there: run, show, compare."""
+"""The parts of `penstock pipeline` that need Spark: run a pipeline, show and compare its results."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from penstock.cli import invocation as exits
 from penstock.cli import output
+from penstock.cli.invocation import FAILED
 from penstock.model.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def run_test(
             output.print_text(f"{sign} {line.decode()}")
     output.note(f"{len(found)} rows, {missing.total()} missing, {extra.total()} not expected")
     if missing or extra:
-        raise click.exceptions.Exit(exits.FAILED)
+        raise click.exceptions.Exit(FAILED)
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""A program that is run for an event: `consume --exec` and `reply --exec`."""
+"""Runs a program for an event: `consume --exec` and `reply --exec`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOPELESS = 65
 """EX_DATAERR of sysexits.h: the data is wrong, and a repetition would not help."""
 
 GRACE_S = 10.0
-"""For how long a program may go on once the command was asked to stop."""
+"""How long a program may run after the command was asked to stop."""
 
 EXEC_HELP = (
     "Run this command (by `sh -c`) for each event: the payload is its input, EVENT_ID, EVENT_TOPIC, EVENT_KEY, "
@@ -44,7 +44,7 @@ class Outcome(NamedTuple):
 
 
 def environment(event: penstock.Event) -> dict[str, str]:
-    """What a program learns about its event beside the payload."""
+    """The environment of a program: its event without the payload."""
     about = {
         "EVENT_ID": str(event.id),
         "EVENT_TOPIC": event.topic,

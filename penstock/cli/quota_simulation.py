@@ -1,9 +1,7 @@
-"""Rehearsal of a quota change: recorded traffic through the limits in force and through new ones.
+"""A rehearsal of new limits: recorded traffic under the limits in force and under new ones.
 
-`penstock doctor --simulate FILE` applies nothing. It runs the admission machine that the broker
-runs, at the times at which the recorded events came.
-
-Recorded traffic: when which tenant published how much, read back from the log without payloads.
+`penstock doctor --simulate FILE` applies nothing. It runs the broker's admission machine at the times of
+the recorded events, which are read from the log without payloads.
 """
 
 from __future__ import annotations
@@ -33,41 +31,43 @@ if TYPE_CHECKING:
     from penstock.log.segment import SegmentInfo
     from penstock.model.settings import Settings
 
-# -- rehearsal ------------------------------------------------------------------------------------
-
-
 ONE_BY_ONE = 64
 """Publishes of fewer events share a batch with others when they are stored (penstock.engines.embedded.batching),
-so a smaller batch is taken event by event, a larger one as the one publish it probably was."""
+so a smaller batch is admitted event by event, a larger one as the one publish that it probably was."""
 
 KINDS = ("deferred", "throttled", "dropped")
 SECOND_US = 1_000_000
 MICRO = 1e-6
 
+MAX_BATCHES = 500_000
+"""Batches of a rehearsal, the newest ones: about 100 MB, and 5 s of a core for two sets of limits."""
+
+COLUMNS = ["topic", "append_time", "tenant"]
+
 
 class Outcome(msgspec.Struct):
-    """What would have become of one tenant's events under one set of limits."""
+    """The answers to one tenant's events under one set of limits."""
 
     admitted: int = 0
     deferred: int = 0
     throttled: int = 0
     dropped: int = 0
     limits: dict[str, int] = msgspec.field(default_factory=dict)
-    """Events that each limit kept out."""
+    """Events that each limit refused."""
 
     def refuse(self, decision: Decision, events: int) -> None:
-        """Count events that were turned away."""
+        """Count refused events."""
         setattr(self, decision.kind, getattr(self, decision.kind) + events)
         self.limits[decision.limit] = self.limits.get(decision.limit, 0) + events
 
     @property
     def refused(self) -> int:
-        """Events that were turned away, for whatever reason."""
+        """Events that were refused for any reason."""
         return self.deferred + self.throttled + self.dropped
 
 
 class TenantRehearsal(msgspec.Struct, kw_only=True):
-    """One tenant: what it published, and how two sets of limits would have answered."""
+    """The publishes of one tenant, and the answers of two sets of limits."""
 
     tenant: str
     events: int
@@ -109,10 +109,10 @@ def rehearse(traffic: Traffic, now: AdmissionLimits, new: AdmissionLimits) -> li
 
 
 def run(traffic: Traffic, limits: AdmissionLimits) -> dict[str, Outcome]:
-    """Let the traffic meet limits; refused events do not come again.
+    """The outcome of each tenant under these limits; refused events are not published again.
 
-    Batches with one append time were in one commit: they wait for the disk together, and are
-    through before the next ones come.
+    Batches with one append time were in one commit: they wait for the disk together, and are stored
+    before the next ones arrive.
 
     >>> from penstock.cli.quota_simulation import Batch, Traffic
     >>> from penstock.core.admission import AdmissionLimits, TenantLimits
@@ -133,7 +133,7 @@ def run(traffic: Traffic, limits: AdmissionLimits) -> dict[str, Outcome]:
 def _commit(
     admission: Admission, batches: Iterable[Batch], now_s: float, outcomes: dict[str, Outcome]
 ) -> None:
-    let_in: list[tuple[str, int, int]] = []
+    admitted: list[tuple[str, int, int]] = []
     for batch in batches:
         outcome = outcomes.setdefault(batch.tenant, Outcome())
         count, size, decision = _admit(admission, batch, now_s)
@@ -141,15 +141,15 @@ def _commit(
             outcome.refuse(decision, batch.events - count)
         if count:
             outcome.admitted += count
-            let_in.append((batch.tenant, count, size))
-    for tenant, count, size in let_in:
+            admitted.append((batch.tenant, count, size))
+    for tenant, count, size in admitted:
         admission.ingress_done(tenant, count, size)
         admission.stored(tenant, size)
 
 
 def _admit(admission: Admission, batch: Batch, now_s: float) -> tuple[int, int, Decision]:
-    """How many of a batch's events come in, their event bytes, and why not more."""
-    # Nothing is known here of direct consumers: what waits in the log has no queue limit.
+    """How many events of a batch are admitted, their event bytes, and the decision that ends them."""
+    # Direct consumers are unknown here, and events that wait in the log have no queue limit.
     tenant, topic, events = batch.tenant, batch.topic, batch.events
     decision = admission.admit(
         tenant, topic, events, batch.payload_bytes, now_s, stored_bytes=batch.event_bytes
@@ -161,18 +161,12 @@ def _admit(admission: Admission, batch: Batch, now_s: float) -> tuple[int, int, 
     payload, each = batch.payload_bytes // events, batch.event_bytes // events
     for count in range(events):
         decision = admission.admit(tenant, topic, 1, payload, now_s, stored_bytes=each)
-        if decision is not ADMITTED:  # and so for the rest: no time passes between them
+        if decision is not ADMITTED:  # the rest gets the same answer: no time passes between them
             return count, count * each, decision
     return events, events * each, ADMITTED
 
 
-# -- traffic --------------------------------------------------------------------------------------
-
-
-MAX_BATCHES = 500_000
-"""Batches of a rehearsal, the newest ones: about 100 MB, and 5 s of a core for two sets of limits."""
-
-COLUMNS = ["topic", "append_time", "tenant"]
+# -- recorded traffic -----------------------------------------------------------------------------
 
 
 class Batch(NamedTuple):
@@ -184,21 +178,21 @@ class Batch(NamedTuple):
     events: int
     payload_bytes: int
     event_bytes: int
-    """As `penstock.model.batch` has them, keys and headers included: what storage counts."""
+    """As `penstock.model.batch` and storage count them, with keys and headers."""
 
 
 class Traffic(msgspec.Struct, kw_only=True):
-    """What was published in a stretch of time, and what was stored before it."""
+    """The publishes of a period, and the bytes stored before it."""
 
     batches: list[Batch]
     stored_bytes: dict[str, int]
-    """Bytes of each tenant that were there when the stretch began."""
+    """Bytes of each tenant when the period began."""
     cut: bool
-    """Whether there was more than a rehearsal takes, so that the oldest were left out."""
+    """Whether the oldest batches are left out, because there are more than MAX_BATCHES."""
 
 
 def read_traffic(folder: Path, settings: Settings, window_s: float) -> Traffic:
-    """What the log holds of the last `window_s` before its newest event."""
+    """The traffic in the log during `window_s` before its newest event."""
     disk = RealDisk(folder)
     check_folder(disk, write=False)
     recovered = Recovery(disk, settings, write=False, measure=True).run()
@@ -245,7 +239,7 @@ def _unsealed(recovered: Recovered, start_us: int) -> Iterator[Batch]:
     """Batches of the journal, as they were committed."""
     log = recovered.log
     for (topic, _), lane in log.partitions.items():
-        if is_system(topic):  # the bus's own: it does not ask itself for admission
+        if is_system(topic):  # the bus publishes these without admission
             continue
         for at in range(bisect_left(lane.times, start_us), len(lane.times)):
             body = log.journal.body(lane.files[at], lane.positions[at])
@@ -264,7 +258,7 @@ def _sealed(folder: Path, info: SegmentInfo, start_us: int) -> Iterator[Batch]:
     times = table.column("append_time").combine_chunks().view(pa.int64()).to_numpy()
     topics, topic_names = _numbered(table.column("topic"))
     tenants, tenant_names = _numbered(table.column("tenant"))
-    # A range knows its bytes, an event does not: each gets its share.
+    # Bytes are known for each range only, so each event counts as its share.
     rows = [each.rows for each in info.ranges]
     payloads = np.repeat([each.payload_bytes / each.rows for each in info.ranges], rows)
     sizes = np.repeat([each.event_bytes / each.rows for each in info.ranges], rows)

@@ -1,4 +1,4 @@
-"""`penstock replay`: print stored events of a stretch of time or offsets."""
+"""`penstock replay`: print stored events of a period or of a range of offsets."""
 
 from __future__ import annotations
 

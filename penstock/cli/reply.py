@@ -8,11 +8,17 @@ from typing import TYPE_CHECKING
 
 import click
 
-from penstock.cli import invocation as exits
 from penstock.cli import output
-from penstock.cli.invocation import Invocation, change, complete_topic, leaf
+from penstock.cli.invocation import (
+    INTERRUPTED,
+    TERMINATED,
+    Invocation,
+    change,
+    complete_topic,
+    leaf,
+)
 from penstock.cli.program import EXEC_HELP, HOPELESS, run_program
-from penstock.cli.publish import understood
+from penstock.cli.publish import parse_value
 from penstock.model.errors import DeliveryError, InvalidInput
 
 if TYPE_CHECKING:
@@ -56,9 +62,7 @@ def command(invocation: Invocation, pattern: str, value: str | None, group: str,
     answered = change(invocation, work, creates=True)
     output.note(f"{answered} requests answered")
     if signals:
-        raise click.exceptions.Exit(
-            exits.INTERRUPTED if signals[0] == signal.SIGINT else exits.TERMINATED
-        )
+        raise click.exceptions.Exit(INTERRUPTED if signals[0] == signal.SIGINT else TERMINATED)
 
 
 async def _settled(bus: penstock.Bus, event: penstock.Event, value: str | None, program: str | None, stopping: asyncio.Event) -> bool:  # fmt: skip
@@ -75,7 +79,7 @@ async def _settled(bus: penstock.Bus, event: penstock.Event, value: str | None, 
 
 async def _answer(bus: penstock.Bus, event: penstock.Event, value: str | None, program: str | None, stopping: asyncio.Event) -> bool:  # fmt: skip
     if program is None:
-        await bus.reply(event, understood(value or ""))
+        await bus.reply(event, parse_value(value or ""))
     else:
         lease_s = bus.settings.delivery.lease_s
         ended = await run_program(program, event, lease_s=lease_s, capture=True, stopping=stopping)
@@ -84,6 +88,6 @@ async def _answer(bus: penstock.Bus, event: penstock.Event, value: str | None, p
             settle = event.reject if ended.status == HOPELESS else event.nack
             await settle(reason=ended.reason)
             return False
-        await bus.reply(event, understood(ended.stdout.rstrip(b"\n").decode(errors="surrogateescape")))  # fmt: skip
+        await bus.reply(event, parse_value(ended.stdout.rstrip(b"\n").decode(errors="surrogateescape")))  # fmt: skip
     await event.ack()
     return True

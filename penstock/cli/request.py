@@ -9,7 +9,7 @@ import msgspec
 
 from penstock.cli import output
 from penstock.cli.invocation import Invocation, change, complete_topic, leaf
-from penstock.cli.publish import parse_headers, understood
+from penstock.cli.publish import parse_headers, parse_value
 
 if TYPE_CHECKING:
     import penstock
@@ -31,7 +31,7 @@ def command(invocation: Invocation, topic: str, value: str, key: str | None, pai
     timeout_s = DEFAULT_S if invocation.timeout_s is None else invocation.timeout_s
 
     async def work(bus: penstock.Bus) -> Any:
-        return await bus.request(topic, understood(value), timeout_s=timeout_s, key=key, headers=parse_headers(pairs))  # fmt: skip
+        return await bus.request(topic, parse_value(value), timeout_s=timeout_s, key=key, headers=parse_headers(pairs))  # fmt: skip
 
     answer = change(invocation, work)
     if invocation.json:

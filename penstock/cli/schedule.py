@@ -1,4 +1,4 @@
-"""`penstock schedule`: events that are published again and again."""
+"""`penstock schedule`: events that are published repeatedly."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def add(invocation: Invocation, schedule_id: str, topic: str, value: str, cron: 
 
     VALUE is published as JSON where it is JSON, as raw text otherwise.
     """
-    from penstock.cli.publish import parse_headers, understood
+    from penstock.cli.publish import parse_headers, parse_value
 
     if (cron is None) == (every is None):
         raise click.UsageError("give --cron or --every, one of them")
@@ -72,7 +72,7 @@ def add(invocation: Invocation, schedule_id: str, topic: str, value: str, cron: 
 
     async def work(bus: penstock.Bus) -> None:
         await bus.schedules.put(
-            schedule_id, topic, understood(value), cron=cron, every=every, headers=headers or None
+            schedule_id, topic, parse_value(value), cron=cron, every=every, headers=headers or None
         )
 
     change(invocation, work, creates=True)

@@ -1,4 +1,4 @@
-"""`penstock session`: who is connected to a broker, and what each holds (row T4)."""
+"""`penstock session`: the connected clients of a broker, and the events that each holds."""
 
 from __future__ import annotations
 

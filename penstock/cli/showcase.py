@@ -1,8 +1,7 @@
 """`penstock showcase`: broker, producers of several tenants and the risk-tag pipeline, live.
 
-What `make run` runs: the whole product on one machine, and its books balanced at the end.
-
-The first results of the showcase: told as soon as they are on the bus, long before the books close.
+`make run` runs it: the whole product on one machine, with a balance of all events at the end. The first
+results are printed as soon as they are on the bus.
 """
 
 from __future__ import annotations
@@ -18,12 +17,10 @@ from typing import TYPE_CHECKING, Any, Self
 import click
 import msgspec
 
-from penstock.cli import invocation as exits
 from penstock.cli import output
 from penstock.cli.arguments import DURATION
-from penstock.cli.invocation import DEFAULT_URL, Invocation, asked_to_stop, folder_of, leaf
+from penstock.cli.invocation import DEFAULT_URL, FAILED, Invocation, asked_to_stop, folder_of, leaf
 from penstock.model.errors import InvalidInput, PenstockError
-from penstock.pipelines.builtin.risk_tags import TAGS
 
 if TYPE_CHECKING:
     from penstock.model.event import Event
@@ -31,11 +28,10 @@ if TYPE_CHECKING:
     from penstock.pipelines.builtin.risk_tags import Balance
     from penstock.testing.broker_process import BrokerProcess
 
-# -- showcase -------------------------------------------------------------------------------------
-
-
 FOLDER = "./showcase-data"
 PIPELINE = "risk-tags"
+SHOWN = 3  # results with a tag: enough to show what a result is, few enough for a terminal
+LOOK_S = 0.2  # between two checks whether the showcase is over
 
 
 @leaf("showcase")
@@ -64,7 +60,7 @@ def command(invocation: Invocation, for_s: float | None, rate: float, master: st
     _report(invocation, folder, books, table_rows)
     out = sum(each.out for each in books.values())
     if not all(each.balanced for each in books.values()) or table_rows != out:
-        raise click.exceptions.Exit(exits.FAILED)
+        raise click.exceptions.Exit(FAILED)
 
 
 def _run(
@@ -75,7 +71,6 @@ def _run(
     stopping: threading.Event,
     began: float,
 ) -> tuple[dict[str, Balance], int]:
-    pass
     from penstock.testing.broker_process import BrokerProcess
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -85,7 +80,7 @@ def _run(
         producing.start()
         output.note("spark     starting (some seconds)")
         try:
-            with Glimpse(broker.url(), began):
+            with FirstResults(broker.url(), began):
                 table_rows = _pipeline(invocation, folder, broker, master, producing)
         finally:
             stopping.set()
@@ -96,7 +91,7 @@ def _run(
 
 
 class _Producing(threading.Thread):
-    """The sample producers, on a loop of their own beside Spark."""
+    """The sample producers, in a thread with a loop of its own beside Spark."""
 
     def __init__(self, broker: BrokerProcess, rate: float, stopping: threading.Event) -> None:
         super().__init__(name="producers", daemon=True)
@@ -118,7 +113,7 @@ class _Producing(threading.Thread):
         from penstock.pipelines.builtin.evidence import Producer, Sample
 
         async with penstock.connect(self._url) as bus:
-            # Its own name in every evidence id: the folder may hold those of an earlier run.
+            # A name for this run in every evidence id: the folder may hold those of an earlier run.
             producer = Producer(bus, Sample(run=f"{bus.wall_us():x}"), self._rate)
             self.published = producer.published
             ended = asyncio.Event()
@@ -135,7 +130,7 @@ def _pipeline(
     master: str | None,
     producing: _Producing,
 ) -> int:
-    """The pipeline until producers have stopped and everything is done; returns its table's rows."""
+    """Run the pipeline until all produced events are processed; returns the rows of its table."""
     from pyspark.errors import PySparkException
 
     from penstock.pipelines.failure import explain_failure
@@ -149,7 +144,7 @@ def _pipeline(
     made = find(PIPELINE)
     assert made.table is not None
     with Warehouse(folder / "warehouse") as warehouse:
-        # The source reads the broker's own files: they are on this machine.
+        # The source reads the broker's own files, which are on this machine.
         route = Route(url=str(folder / "bus"), to=broker.url(), warehouse=warehouse)
         query = start(made, spark, route, checkpoint=folder / "state" / made.name)
         try:
@@ -205,11 +200,7 @@ def _report(
     output.note(f"the table in {folder / 'warehouse'} holds {table_rows:,} rows of {out:,} results")
 
 
-# -- glimpse --------------------------------------------------------------------------------------
-
-
-SHOWN = 3  # results with a tag: enough to see what a result is, few enough for a terminal
-LOOK_S = 0.2  # between two looks at whether the showcase is over
+# -- the first results ----------------------------------------------------------------------------
 
 
 class _Tag(msgspec.Struct):
@@ -223,20 +214,20 @@ class _Result(msgspec.Struct):
     asset: str | None = None
 
 
-class Glimpse(threading.Thread):
-    """Listens on the bus for the pipeline's first results, and tells how long they took.
+class FirstResults(threading.Thread):
+    """Subscribes to the pipeline's first results, and prints them and how long they took.
 
-    What is on the bus already is of an earlier run and no result of this one.
+    Events that are on the bus already belong to an earlier run.
     """
 
     def __init__(self, url: str, began: float, tell: Callable[[str], None] = output.note) -> None:
-        super().__init__(name="glimpse", daemon=True)
+        super().__init__(name="first-results", daemon=True)
         self._url, self._began, self._tell = url, began, tell
-        self._listening, self._over = threading.Event(), threading.Event()
+        self._subscribed, self._over = threading.Event(), threading.Event()
 
     def __enter__(self) -> Self:
         self.start()
-        self._listening.wait()
+        self._subscribed.wait()
         return self
 
     def __exit__(
@@ -249,23 +240,24 @@ class Glimpse(threading.Thread):
         self.join()
 
     def run(self) -> None:
-        """Listen until enough was shown or the showcase is over; it goes on without us."""
+        """Listen until enough results are shown or the showcase is over; an error does not end it."""
         try:
             asyncio.run(self._listen())
         except PenstockError as error:
             self._tell(f"first results cannot be shown: {error.message}; the showcase goes on")
         finally:
-            self._listening.set()
+            self._subscribed.set()
 
     async def _listen(self) -> None:
         import penstock
+        from penstock.pipelines.builtin.risk_tags import TAGS
 
         seen = shown = 0
         async with (
             penstock.connect(self._url) as bus,
             bus.subscribe(f"{TAGS}.#", mode="log", start="latest") as results,
         ):
-            self._listening.set()
+            self._subscribed.set()
             while shown < SHOWN and not self._over.is_set():
                 event = await results.get(timeout_s=LOOK_S)
                 if event is None:
@@ -276,7 +268,7 @@ class Glimpse(threading.Thread):
                 shown += self._show(event)
 
     def _show(self, event: Event) -> bool:
-        """Tell a result that earned a tag; most earn none."""
+        """Print a result that has a tag; most have none."""
         found = msgspec.json.decode(event.payload, type=_Result)
         if found.tags:
             tags = ", ".join(each.tag for each in found.tags)

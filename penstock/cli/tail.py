@@ -1,4 +1,4 @@
-"""`penstock tail`: follow topics as events are committed, beside whoever writes them."""
+"""`penstock tail`: follow topics as events are committed, while another process writes them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli import invocation as exits
 from penstock.cli import output
 from penstock.cli.arguments import MOMENT, POSITION
-from penstock.cli.invocation import Invocation, complete_topic, leaf, look
+from penstock.cli.invocation import INTERRUPTED, Invocation, complete_topic, leaf, look
 from penstock.cli.output import FORMAT_HELP, renderer
 
 if TYPE_CHECKING:
     import penstock
 
-LOOK_UP_S = 1.0  # how often a quiet tail checks whether anybody still reads it
+LOOK_UP_S = 1.0  # how often a quiet tail checks whether its output still has a reader
 
 
 @leaf("tail")
@@ -57,4 +56,4 @@ def command(invocation: Invocation, pattern: str, start: Any, since: Any, limit:
     try:
         look(invocation, work)
     except KeyboardInterrupt:  # how a tail usually ends: nothing to complain about
-        raise click.exceptions.Exit(exits.INTERRUPTED) from None
+        raise click.exceptions.Exit(INTERRUPTED) from None

@@ -1,4 +1,4 @@
-"""`penstock tenant`: what each tenant of a broker may use, and uses (row T11)."""
+"""`penstock tenant`: limits and usage of each tenant of a broker."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""`penstock up`: run the broker on a data folder.
+"""`penstock up`: check the folder and the settings, then run the broker until a signal stops it.
 
-One life of a broker process: start, tell where it listens, wait for a signal, drain, stop.
-
-What must be in order before a broker starts: `up` stops at the first, `up --check` lists all.
+`Serving` is the life of the broker process: start, print where it listens, wait for a signal, drain,
+stop. Before that, `require` raises the error of the first check that fails; `up --check` lists all.
 """
 
 from __future__ import annotations
@@ -23,14 +22,17 @@ from typing import TYPE_CHECKING, NoReturn, TypeAlias
 import click
 import msgspec
 
-from penstock.cli import checks as checkup_folder
-from penstock.cli import checks as checkup_keys
-from penstock.cli import checks as checkup_network
-from penstock.cli import invocation as exits
 from penstock.cli import output
-from penstock.cli.checks import Check, check_descriptors, check_needed, guarded
-from penstock.cli.invocation import DEFAULT_URL, Invocation, folder_of, leaf
-from penstock.log.recovery import ABOUT
+from penstock.cli.invocation import (
+    DEFAULT_URL,
+    FAILED,
+    INTERRUPTED,
+    TERMINATED,
+    Invocation,
+    exit_code,
+    folder_of,
+    leaf,
+)
 from penstock.model.errors import InvalidSettings, PenstockError
 from penstock.server.ports import (
     Listening,
@@ -40,25 +42,35 @@ from penstock.server.ports import (
     remove_ports,
     write_ports,
 )
-from penstock.server.readiness import raise_limit
-from penstock.server.reload import Reloader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from penstock.cli.checks import Check
     from penstock.model.settings import Settings
     from penstock.server.daemon import Daemon
     from penstock.server.logs import Background
-    from penstock.server.ports import Listening
+    from penstock.server.reload import Reloader
 
-# -- up -------------------------------------------------------------------------------------------
+log = logging.getLogger("penstock.up")
 
+Step: TypeAlias = "tuple[str, Callable[[], Check | Iterator[Check]]]"
 
 # How long one thread may keep the interpreter while others want it. The writer's thread wants it for
 # moments only, and every publish waits for it: Python's 5 ms would show in each of them.
 SWITCH_S = 0.001
+# Between two checks whether the writer has failed: clients have their errors already.
+LOOK_S = 0.25
+# Beyond `server.drain_s`: for the last commits, sealing under way, closing files.
+STOP_GRACE_S = 30.0
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+EXIT_CODES = {signal.SIGTERM: TERMINATED, signal.SIGINT: INTERRUPTED}
+# Allocations between two collections of cycles, by generation. A broker makes next to no cycles, and with
+# a thousand sessions a full collection takes a tenth of a second, in which no client is served.
+COLLECT_AFTER = (10_000, 20, 50)
+# Checks whose failure does not keep a broker from starting: stored events can be read, and `/ready`
+# names the problem.
+READABLE = frozenset({"space", "open files"})
 
 
 @leaf("up")
@@ -93,7 +105,7 @@ def command(
 
 
 def _folder(invocation: Invocation, place: str | None) -> Path:
-    """FOLDER, or the folder of --url, which is ./data where nobody said otherwise."""
+    """FOLDER, or the folder of --url, whose default is ./data."""
     url = invocation.url if place is None else place
     named = "" if place is not None else " (from --url or PENSTOCK_URL)"
     found = folder_of(url)
@@ -117,40 +129,35 @@ def _load(invocation: Invocation) -> Settings:
 
 
 def _check(invocation: Invocation, folder: Path) -> None:
-    checks = list(_examine(invocation, folder))
-    rows = [output.plain(check) for check in checks]
+    found = list(_examine(invocation, folder))
+    rows = [output.plain(check) for check in found]
     output.show_rows(invocation, rows, ["name", "status", "found", "advice"])
-    failed = [check for check in checks if check.status == "fail"]
+    failed = [check for check in found if check.status == "fail"]
     if not invocation.json:
         output.note(
             f"{len(failed)} problems" if failed else "the broker can start, and take publishes"
         )
     if failed:
-        raise click.exceptions.Exit(exits.exit_code(failed[0].code))
+        raise click.exceptions.Exit(exit_code(failed[0].code))
 
 
 def _examine(invocation: Invocation, folder: Path) -> Iterator[Check]:
-    from penstock.cli.checks import check_config, check_settings_file
+    from penstock.cli import checks
 
-    pass
-
-    found = list(check_config(invocation))
+    found = list(checks.check_config(invocation))
     yield from found
     if all(check.status != "fail" for check in found):
-        yield from check_settings_file(invocation.config)
+        yield from checks.check_settings_file(invocation.config)
         yield from examine(folder, _load(invocation))
 
 
 def _run(invocation: Invocation, folder: Path) -> None:
     from penstock.bus.connect import tell_unknown
-    from penstock.cli.checks import check_settings_file
-
-    pass
-    pass
+    from penstock.cli import checks
     from penstock.server import logs
 
     settings = _load(invocation)
-    warnings = [*check_settings_file(invocation.config), *require(folder, settings)]
+    warnings = [*checks.check_settings_file(invocation.config), *require(folder, settings)]
     background = logs.configure(settings.server.log_format, settings.server.log_level)
     tell_unknown()
     for check in warnings:
@@ -175,7 +182,7 @@ def _run(invocation: Invocation, folder: Path) -> None:
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop where it is installed (the extra `speed`)."""
+    """The loop of uvloop if it is installed (the extra `speed`)."""
     with contextlib.suppress(ImportError):
         import uvloop
 
@@ -184,7 +191,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def _announce(invocation: Invocation, record: Listening) -> None:
-    """Say where the services are: one object with --json, a line for each otherwise."""
+    """Print the addresses of the services: one object with --json, otherwise a line for each."""
     if invocation.json:
         output.print_json(record)
     else:
@@ -196,23 +203,11 @@ def _announce(invocation: Invocation, record: Listening) -> None:
     sys.stdout.flush()
 
 
-# -- serving --------------------------------------------------------------------------------------
-
-
-log = logging.getLogger("penstock.up")
-
-LOOK_S = 0.25  # between two looks whether the writer has failed: clients have their errors already
-STOP_GRACE_S = 30.0  # beyond `server.drain_s`: the last commits, sealing under way, closing files
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-EXIT_CODES = {signal.SIGTERM: exits.TERMINATED, signal.SIGINT: exits.INTERRUPTED}
-
-# Allocations between two looks for cycles, by generation. A broker makes next to none, and with a thousand
-# sessions a look at everything takes a tenth of a second, in which nobody is served.
-COLLECT_AFTER = (10_000, 20, 50)
+# -- the life of a broker -------------------------------------------------------------------------
 
 
 class Serving:
-    """Runs a broker on a folder until it is told to stop or cannot go on."""
+    """Runs a broker on a folder until a signal stops it or the engine fails."""
 
     def __init__(
         self,
@@ -234,8 +229,9 @@ class Serving:
         self._reloader: Reloader | None = None
 
     async def run(self) -> None:
-        """Serve; returns after a graceful stop, raises what the broker died of."""
+        """Serve; returns after a graceful stop, raises the error that ended the broker."""
         from penstock.server.daemon import Daemon
+        from penstock.server.readiness import raise_limit
 
         began = time.monotonic()
         log.info("starting", extra={"folder": str(self._folder), "pid": os.getpid()})
@@ -248,7 +244,7 @@ class Serving:
                 if not await self._start(daemon):
                     log.info("stopped before it was ready")
                     return
-                # What is there now stays: the collector need not look at it while clients wait.
+                # These objects stay, so the collector need not visit them while clients wait.
                 gc.collect()
                 gc.freeze()
                 gc.set_threshold(*COLLECT_AFTER)
@@ -261,10 +257,10 @@ class Serving:
         if failure is not None:
             raise failure
 
-    # -- the beginning -------------------------------------------------------------------------
+    # -- starting -------------------------------------------------------------------------
 
     async def _start(self, daemon: Daemon) -> bool:
-        """Start, or give up when the signal to stop comes first; False then."""
+        """Start the daemon; False when the signal to stop comes first."""
         starting = asyncio.ensure_future(daemon.start())
         signalled = asyncio.ensure_future(self._stopping.wait())
         try:
@@ -293,13 +289,15 @@ class Serving:
         notify("READY=1")
         try:
             self._announce(record)
-        except OSError as error:  # whoever started us does not care to read where we listen
+        except OSError as error:  # the parent process has closed stdout
             log.warning("stdout cannot be written", extra={"problem": str(error)})
 
-    # -- the middle ----------------------------------------------------------------------------
+    # -- running ----------------------------------------------------------------------------
 
     async def _wait(self, daemon: Daemon) -> PenstockError | None:
-        """Until a signal comes, or the engine cannot write any more; returns that error."""
+        """Wait for a signal or for an engine that cannot write any more; returns its error."""
+        from penstock.server.reload import Reloader
+
         self._reloader = Reloader(
             daemon.engine.admission, self._settings, self._load, self._config, daemon.authenticator
         )
@@ -322,7 +320,7 @@ class Serving:
     def _signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
         numbers = [*STOP_SIGNALS, signal.SIGHUP]
-        # Ignored from the start means that somebody put us into the background: it stays so.
+        # A signal that is ignored from the start (a process in the background) stays ignored.
         numbers = [each for each in numbers if each is signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN]  # fmt: skip
         for number in numbers:
             loop.add_signal_handler(number, self._signalled, number)
@@ -344,7 +342,7 @@ class Serving:
             log.info("draining", extra={"signal": number.name, "at_most_s": drain_s})
             self._stopping.set()
 
-    # -- the end -------------------------------------------------------------------------------
+    # -- stopping -------------------------------------------------------------------------------
 
     async def _stop(self, daemon: Daemon, failure: PenstockError | None) -> None:
         began = time.monotonic()
@@ -356,7 +354,7 @@ class Serving:
                 await daemon.stop()
         except TimeoutError:
             log.error("stopping takes too long, given up; nothing acknowledged is lost")
-            self._leave(exits.FAILED if failure is None else exits.exit_code(failure.code))
+            self._leave(FAILED if failure is None else exit_code(failure.code))
         except PenstockError as error:
             if failure is None:
                 raise
@@ -365,14 +363,14 @@ class Serving:
             log.info("stopped", extra={"seconds": round(time.monotonic() - began, 3)})
 
     def _leave(self, code: int) -> NoReturn:
-        """End now, whatever threads are at: all that was acknowledged is durable."""
+        """End the process without waiting for threads: all acknowledged events are durable."""
         remove_ports(self._folder)
         self._output.close()
         os._exit(code)
 
 
 async def report_alive() -> None:
-    """Tell systemd that the loop turns, twice in each time that it asks for (WatchdogSec)."""
+    """Tell systemd that the loop runs, twice in each period that it asks for (WatchdogSec)."""
     try:
         every_s = int(os.environ["WATCHDOG_USEC"]) / 2e6
     except (KeyError, ValueError):
@@ -383,7 +381,7 @@ async def report_alive() -> None:
 
 
 def notify(state: str) -> None:
-    """Tell systemd, when it has started us (Type=notify)."""
+    """Report a state to systemd, if it has started this process (Type=notify)."""
     where = os.environ.get("NOTIFY_SOCKET", "")
     if not where:
         return
@@ -395,68 +393,72 @@ def notify(state: str) -> None:
         log.warning("systemd cannot be told", extra={"state": state, "problem": str(error)})
 
 
-# -- preflight ------------------------------------------------------------------------------------
-
-
-Step: TypeAlias = "tuple[str, Callable[[], Check | Iterator[Check]]]"
+# -- checks before the start ----------------------------------------------------------------------
 
 
 def steps(folder: Path, settings: Settings) -> Iterator[Step]:
-    """The checks in order: what does not depend on the moment first. Nothing is changed by them."""
-    yield "needed extras", partial(check_needed, settings)
+    """The checks in order, those that do not depend on the moment first. None changes anything."""
+    from penstock.cli import checks
+
+    yield "needed extras", partial(checks.check_needed, settings)
     yield from settings_steps(settings)
-    yield "folder", partial(checkup_folder.check_place, folder)
-    yield "format", partial(checkup_folder.check_format, folder, may_be_new=True)
+    yield "folder", partial(checks.check_place, folder)
+    yield "format", partial(checks.check_format, folder, may_be_new=True)
     yield "space", partial(_check_space, folder, settings)
-    yield "open files", partial(check_descriptors, settings)
-    yield "lock", partial(checkup_folder.check_free, folder)
-    with contextlib.suppress(InvalidSettings):  # the check of the addresses has said so
+    yield "open files", partial(checks.check_descriptors, settings)
+    yield "lock", partial(checks.check_free, folder)
+    with contextlib.suppress(InvalidSettings):  # reported by the check of the addresses
         for name, address in addresses(settings.server).items():
-            yield f"port {name}", partial(checkup_network.check_port, name, address)
+            yield f"port {name}", partial(checks.check_port, name, address)
 
 
 def settings_steps(settings: Settings) -> Iterator[Step]:
-    """Those that look at nothing but the settings and the files they name."""
-    yield "addresses", partial(checkup_network.check_addresses, settings)
-    yield "access", partial(checkup_network.check_access, settings)
-    yield "secrets", partial(checkup_keys.check_secrets, settings)
-    yield "tls", partial(checkup_keys.check_tls, settings)
-    yield "curve", partial(checkup_keys.check_curve, settings)
+    """The checks of the settings and of the files that they name."""
+    from penstock.cli import checks
+
+    yield "addresses", partial(checks.check_addresses, settings)
+    yield "access", partial(checks.check_access, settings)
+    yield "secrets", partial(checks.check_secrets, settings)
+    yield "tls", partial(checks.check_tls, settings)
+    yield "curve", partial(checks.check_curve, settings)
 
 
 def _check_space(folder: Path, settings: Settings) -> Check:
+    from penstock.cli import checks
+
     place = next(each for each in (folder, *folder.absolute().parents) if each.exists())
-    return checkup_folder.check_space(place, settings)
-
-
-READABLE = frozenset({"space", "open files"})
-"""Checks that do not keep a broker from starting: what is there can be read, and `/ready` says the rest."""
+    return checks.check_space(place, settings)
 
 
 def require(folder: Path, settings: Settings) -> list[Check]:
     """Raise the error of the first check that fails; returns the warnings of the others."""
+    from penstock.cli.checks import Check
+
     found: list[Check] = []
     for name, step in steps(folder, settings):
         result = step()
-        checks = [result] if isinstance(result, Check) else list(result)
+        these = [result] if isinstance(result, Check) else list(result)
         if name in READABLE:
-            checks = [msgspec.structs.replace(each, status="warn") if each.status == "fail" else each for each in checks]  # fmt: skip
-        found += checks
+            these = [msgspec.structs.replace(each, status="warn") if each.status == "fail" else each for each in these]  # fmt: skip
+        found += these
     return [check for check in found if check.status == "warn"]
 
 
 def examine(folder: Path, settings: Settings) -> Iterator[Check]:
     """Every check, with its finding."""
+    from penstock.cli import checks
+    from penstock.log.recovery import ABOUT
+
     fit = folder.is_dir()
     for name, step in steps(folder, settings):
-        found = list(guarded(name, step))
+        found = list(checks.guarded(name, step))
         yield from found
         if name in ("folder", "format"):
             fit = fit and all(check.status != "fail" for check in found)
-    # Last, and in the order of a start, so that the first failure is the one `up` ends with. A start
-    # reads these itself: among the steps of `require` they would be read twice.
+    # Last, and in the order of a start, so that the first failure is the one that `up` ends with. A start
+    # reads these itself, so `require` would read them a second time.
     if fit and (folder / ABOUT).exists():
-        yield from guarded("log", partial(checkup_folder.check_log, folder, settings))
+        yield from checks.guarded("log", partial(checks.check_log, folder, settings))
     if fit:
-        yield from guarded("audit", partial(checkup_folder.check_audit_end, folder))
-        yield from guarded("routes", partial(checkup_folder.check_routes, folder))
+        yield from checks.guarded("audit", partial(checks.check_audit_end, folder))
+        yield from checks.guarded("routes", partial(checks.check_routes, folder))

@@ -1,12 +1,7 @@
-"""Outbox: what waits to be written to one TCP connection.
+"""TCP for client and broker: the send buffer of a connection, keep-alive, and memory for large messages.
 
-The first thing said in a turn of the loop goes out at once: as a rule it is the only one, and another
-client's work may be next. The rest of the turn is gathered.
-
-Room for large messages: memory that goes back to the system without holding up the interpreter.
-
-Python gives memory back with the interpreter in its hands: 2.6 ms for 16 MiB, in whichever thread
-lets go of it last, and everybody else waits. A thread does it here, in a call that needs nobody.
+The send buffer writes the first message of a loop turn at once, since it is mostly the only one and its
+receiver should start early. It joins the rest of the turn into one write.
 """
 
 from __future__ import annotations
@@ -24,22 +19,19 @@ from collections.abc import Sequence
 
 from penstock.wire.frame import Bytes
 
-# -- outbox ---------------------------------------------------------------------------------------
-
-
-# Written in one call: large enough to make calls rare, small enough that little is copied when the
-# operating system takes only part of it.
+# Bytes of one write: enough to make calls rare, few enough that little is copied when the operating
+# system takes only part of them.
 WRITE_BYTES = 256 << 10
-# Buffers from this size on go out as they are; joining them to others would copy them.
+# Buffers from this size on are written as they are; joining them to others would copy them.
 ALONE_BYTES = 64 << 10
-# A peer that is gone without a word is noticed after a minute.
+# A peer that is gone without closing is noticed after a minute.
 KEEPALIVE_IDLE_S = 30
 KEEPALIVE_INTERVAL_S = 10
 KEEPALIVE_PROBES = 3
 
 
 class SendBuffer:
-    """Joins the buffers of one loop turn into two writes, and holds them while the peer is slow."""
+    """Sends the buffers of one loop turn in two writes, and holds them while the peer is slow."""
 
     __slots__ = ("_loop", "_paused", "_queue", "_queued_bytes", "_scheduled", "_transport")
 
@@ -53,7 +45,7 @@ class SendBuffer:
         transport.set_write_buffer_limits(high=WRITE_BYTES)
 
     def put(self, buffers: Sequence[Bytes]) -> int:
-        """Write buffers now, or with what else this turn brings; returns their size."""
+        """Write buffers now, or with others at the end of this turn; returns their size."""
         self._queue.extend(buffers)
         size = sum(map(len, buffers))
         self._queued_bytes += size
@@ -68,35 +60,35 @@ class SendBuffer:
         return self._queued_bytes + self._transport.get_write_buffer_size()
 
     def pause(self) -> None:
-        """The transport has enough; called by its protocol."""
+        """Hold buffers back: the transport's own buffer is full. Called by its protocol."""
         self._paused = True
 
     def resume(self) -> None:
-        """The transport takes more; called by its protocol."""
+        """Write again: the transport has room. Called by its protocol."""
         self._paused = False
         self.flush()
 
     def push(self) -> None:
-        """Let the operating system have everything now, as far as the peer lets it."""
-        # uvloop writes at once only what is over its limit; asyncio always does.
+        """Hand everything to the operating system now, as far as the peer reads it."""
+        # uvloop writes at once only above its limit; asyncio always does.
         self._transport.set_write_buffer_limits(high=0)
         self.flush()
         self._transport.set_write_buffer_limits(high=WRITE_BYTES)
 
     def flush(self) -> None:
-        """Write what the transport takes."""
+        """Write as much as the transport takes."""
         self._scheduled = False
         while self._queue and not self._paused:
             self._write_some()
 
     def finish(self) -> None:
-        """Give everything to the transport, which is about to close."""
+        """Hand everything to the transport, which is about to close."""
         self._paused = False
         while self._queue:
             self._write_some()
 
     def clear(self) -> None:
-        """Forget everything: the connection is gone."""
+        """Drop everything: the connection is gone."""
         self._queue.clear()
         self._queued_bytes = 0
         self._paused = True
@@ -123,7 +115,7 @@ class SendBuffer:
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """No waiting for full packets, and the operating system notices a peer that is gone."""
+    """Send small packets at once, and let the operating system notice a peer that is gone."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
@@ -131,23 +123,27 @@ def keep_alive(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
 
 
-# -- room -----------------------------------------------------------------------------------------
+# -- memory for large messages ---------------------------------------------------------------------
 
 
-FAILED = ctypes.c_void_p(-1).value
+FAILED = ctypes.c_void_p(-1).value  # the result of a failed mmap
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (
     ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
 )  # fmt: skip
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_leaving: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()  # its `put` suits a finalizer
+# Memory to unmap: address and size. A finalizer may call `put` of this queue in any thread.
+_released: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
 _starting = threading.Lock()
 _thread: threading.Thread | None = None
 
 
 def large_room(size: int) -> memoryview:
-    """Bytes to write into, all zero; raises OSError when there are none. Meant for a MiB and more.
+    """Writable memory, all zero, meant for a MiB and more; raises OSError when there is none.
+
+    Python holds the interpreter while it unmaps memory: 2.6 ms for 16 MiB, in whichever thread drops the
+    last reference, and all other threads wait. Here a thread unmaps it without the interpreter.
 
     >>> room = large_room(1 << 20)
     >>> room[:3] = b"abc"
@@ -163,7 +159,7 @@ def large_room(size: int) -> memoryview:
         raise OSError(number, os.strerror(number))
     room = (ctypes.c_ubyte * size).from_address(address)
     # Called when no view of it is left, in any thread.
-    weakref.finalize(room, _leaving.put, (address, size)).atexit = False
+    weakref.finalize(room, _released.put, (address, size)).atexit = False
     return memoryview(room).cast("B")
 
 
@@ -171,11 +167,11 @@ def _start() -> None:
     global _thread
     with _starting:
         if _thread is None or not _thread.is_alive():  # a child of a fork has no threads
-            _thread = threading.Thread(target=_give_back, name="penstock-room", daemon=True)
+            _thread = threading.Thread(target=_unmap, name="penstock-room", daemon=True)
             _thread.start()
 
 
-def _give_back() -> None:
+def _unmap() -> None:
     while True:
-        address, size = _leaving.get()
+        address, size = _released.get()
         _libc.munmap(address, size)

@@ -1,18 +1,8 @@
-"""Where pyzmq comes in: one import, one message when it is missing, one check of keys.
+"""ZeroMQ sockets on the asyncio loop, for client and broker.
 
-Pump: a raw ZeroMQ socket driven by the asyncio loop, and the events of such a socket.
-
-The descriptor of a ZeroMQ socket does not say that there is something to read. It becomes readable
-when the socket has anything to look at, and any call on the socket, `send` included, may swallow
-that sign. So whoever sends nudges the pump, and a turn that stops early comes again by itself.
-
-ZmqOutbox: frames on their way into one ZeroMQ connection, counted in bytes.
-
-libzmq takes whatever it is given and says neither how much it holds nor when it is gone, and its
-own limits count messages, of whatever size. So the outbox marks some of the parts: a part that is
-sent without copying stays alive until libzmq has written it, and everything before it, to the
-connection. Bytes before the oldest living mark are gone; what is behind is pending. Only a window
-of bytes is inside libzmq; the rest waits here.
+`Pump` calls a function when a socket may have something to read, `Monitor` reports what happens to its
+connections, and `ZmqOutbox` sends messages and knows how many bytes are not sent yet. This module alone
+imports pyzmq, and names the extra to install when it is missing.
 """
 
 from __future__ import annotations
@@ -30,9 +20,6 @@ from penstock.model.errors import InvalidSettings, MissingExtra
 from penstock.transport.tcp import KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES
 from penstock.wire.frame import Bytes
 
-# -- zmq_library ----------------------------------------------------------------------------------
-
-
 try:
     import zmq
     from zmq.utils import z85
@@ -42,13 +29,16 @@ except ImportError as error:
         extra="server",
     ) from error
 
-__all__ = ["client_context", "curve_key", "endpoint", "keep_alive", "zmq"]
+__all__ = [
+    "COPY_BELOW_BYTES", "MARK_BYTES", "NOBLOCK", "WINDOW_BYTES", "Context", "Monitor", "Pump", "Socket",
+    "ZmqOutbox", "client_context", "curve_key", "endpoint", "keep_alive", "zmq",
+]  # fmt: skip
 
 Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]
 
 CURVE_KEY_BYTES = 32
-# A client connection takes two sockets of libzmq, whose own default stops at 1,023.
+# A client connection takes two sockets of libzmq, whose default limit is 1,023.
 MAX_SOCKETS = 65_536
 
 _context: tuple[int, Context] | None = None
@@ -66,7 +56,7 @@ def client_context() -> Context:
 
 
 def curve_key(text: str, setting: str) -> bytes:
-    """A CURVE key as libzmq takes it; raises InvalidSettings on anything but Z85 text.
+    """A CURVE key in the form that libzmq takes; raises InvalidSettings on anything but Z85 text.
 
     >>> curve_key("too short", "server.curve_secret_key")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -85,7 +75,7 @@ def curve_key(text: str, setting: str) -> bytes:
 
 
 def endpoint(host: str, port: int) -> str:
-    """The address as libzmq spells it.
+    """An address in the notation of libzmq.
 
     >>> endpoint("::1", 5555), endpoint("", 5555)
     ('tcp://[::1]:5555', 'tcp://*:5555')
@@ -94,10 +84,10 @@ def endpoint(host: str, port: int) -> str:
 
 
 def keep_alive(socket: Socket) -> None:
-    """No heartbeats of libzmq: the operating system notices a peer that is gone.
+    """Let the operating system notice a peer that is gone, not the heartbeats of libzmq.
 
-    To send a PING on a connection that broke while its queue was full, libzmq 4.3.5 ends the whole
-    process ("Assertion failed: !_io_error").
+    libzmq 4.3.5 aborts the process ("Assertion failed: !_io_error") when it sends a PING on a connection
+    that broke while its queue was full.
     """
     socket.set(zmq.HEARTBEAT_IVL, 0)
     socket.set(zmq.TCP_KEEPALIVE, 1)
@@ -106,7 +96,7 @@ def keep_alive(socket: Socket) -> None:
     socket.set(zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES)
 
 
-# -- zmq_pump -------------------------------------------------------------------------------------
+# -- receiving ------------------------------------------------------------------------------------
 
 
 NOBLOCK = int(zmq.NOBLOCK)
@@ -118,8 +108,12 @@ _numbers = itertools.count()
 class Pump:
     """Calls `receive` whenever a socket may have something to read.
 
-    `receive` reads until zmq.Again and returns False, or stops early to let others have the loop
-    and returns True.
+    `receive` reads until zmq.Again and returns False, or stops early, so that other tasks run, and
+    returns True.
+
+    The descriptor of a ZeroMQ socket becomes readable when the socket has any work, not only messages,
+    and any call on the socket, `send` included, may clear that signal. So every sender calls `nudge`,
+    and after a `receive` that stopped early the pump calls it again.
     """
 
     __slots__ = ("_fd", "_loop", "_nudged", "_receive", "_running")
@@ -134,13 +128,13 @@ class Pump:
         self.nudge()
 
     def nudge(self) -> None:
-        """The socket was used: have a look in this or the next turn of the loop."""
+        """Check the socket in this or the next turn of the loop, because it was used."""
         if not self._nudged and self._running:
             self._nudged = True
             self._loop.call_soon(self._turn)
 
     def stop(self) -> None:
-        """Look no more; call it before the socket is closed."""
+        """Stop watching; call it before the socket is closed."""
         if self._running:
             self._running = False
             self._loop.remove_reader(self._fd)
@@ -152,7 +146,7 @@ class Pump:
 
 
 class Monitor:
-    """What happens to the connections of a socket: calls `on_event(event, value)` on the loop."""
+    """Calls `on_event(event, value)` on the loop for what happens to the connections of a socket."""
 
     def __init__(
         self, context: Context, socket: Socket, events: int, on_event: Callable[[int, int], None]
@@ -162,7 +156,7 @@ class Monitor:
         self._on_event = on_event
         socket.monitor(address, events)
         self._socket = context.socket(zmq.PAIR)
-        self._socket.set(zmq.RCVHWM, 0)  # with a limit, libzmq's own thread would wait for us
+        self._socket.set(zmq.RCVHWM, 0)  # with a limit, libzmq's own thread would wait for the loop
         self._socket.set(zmq.LINGER, 0)
         self._socket.connect(address)
         self._pump = Pump(self._socket, self.drain)
@@ -179,37 +173,44 @@ class Monitor:
         return False
 
     def close(self) -> None:
-        """Watch no more; call it before the watched socket is closed."""
+        """Stop watching; call it before the watched socket is closed."""
         if not self._socket.closed:
             self._pump.stop()
             self._watched.monitor(None, 0)
             self._socket.close()
 
 
-# -- zmq_outbox -----------------------------------------------------------------------------------
+# -- sending --------------------------------------------------------------------------------------
 
 
 # Copying a part of this size takes as long as sending it without a copy does (about 15 us).
 COPY_BELOW_BYTES = 32 << 10
-# Small parts are marked, too, once this many bytes went out unmarked; so much is not counted.
+# Once this many bytes were sent unmarked, a small part is marked, too; up to so much is not counted.
 MARK_BYTES = 256 << 10
 # Bytes inside libzmq at once: a millisecond or two of a fast network.
 WINDOW_BYTES = 2 << 20
-# What libzmq needs for a part besides its bytes.
+# Memory that libzmq needs for a part besides its bytes.
 PART_COST_BYTES = 96
 MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 GONE = frozenset({zmq.EHOSTUNREACH, zmq.EAGAIN})
 
 
 class _Mark(weakref.ref[memoryview]):
-    """A part that libzmq holds, and the bytes that are gone when it is."""
+    """A part that libzmq holds, and how many bytes are sent when libzmq releases it."""
 
     __slots__ = ("size_bytes",)
     size_bytes: int
 
 
 class ZmqOutbox:
-    """Sends messages through a socket, to the peer `identity` if the socket is a ROUTER."""
+    """Sends messages through a socket, to the peer `identity` if the socket is a ROUTER.
+
+    libzmq takes any message and tells neither how much it holds nor when a message is sent, and its own
+    limits count messages of any size. So some parts are marked: a part that is sent without a copy stays
+    alive until libzmq has written it, and everything before it, to the connection. Bytes before the
+    oldest living mark are sent, bytes behind it are pending. Only a window of bytes is inside libzmq; the
+    rest waits here.
+    """
 
     __slots__ = (
         "_held_bytes", "_identity", "_loop", "_marks", "_nudge", "_open", "_queue",
@@ -246,7 +247,7 @@ class ZmqOutbox:
         self._queue.append(message)
         self._queued_bytes += sum(map(len, message))
         self._waiting = True
-        # A mark may have died after the look and before it could know that somebody waits.
+        # A mark may have died after `_full` and before `_waiting` was set.
         if not self._full():
             self.flush()
 
@@ -264,13 +265,13 @@ class ZmqOutbox:
         self._waiting = bool(self._queue)
 
     def finish(self) -> None:
-        """Give everything to libzmq, window or not: the socket is about to close."""
+        """Hand everything to libzmq, beyond the window, too: the socket is about to close."""
         while self._queue:
             self._transmit(self._queue.popleft())
         self.clear()
 
     def clear(self) -> None:
-        """Forget what waits and take no more: the connection is gone."""
+        """Drop what waits and take no more: the connection is gone."""
         self._open = self._waiting = False
         self._queue.clear()
         self._queued_bytes = 0
@@ -305,7 +306,7 @@ class ZmqOutbox:
         self._nudge()
 
     def _marked(self, part: Bytes) -> zmq.Frame:
-        view = memoryview(part)  # a new one, even of a view: nobody else holds it
+        view = memoryview(part)  # a new one, even of a view: only libzmq holds it
         mark = _Mark(view, self._released)
         mark.size_bytes = self._unmarked_bytes
         self._marks.append(mark)
@@ -314,8 +315,8 @@ class ZmqOutbox:
         return zmq.Frame(view, copy=False)
 
     def _released(self, _: weakref.ref[memoryview]) -> None:
-        """libzmq is through with a part. Runs in a thread of pyzmq, or anywhere."""
+        """Send more: libzmq has released a part. Runs in a thread of pyzmq, or in any other."""
         if self._waiting:
-            # After the loop has ended there is nobody left to send for.
+            # RuntimeError: the loop has ended, and there is nothing left to send.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self.flush)

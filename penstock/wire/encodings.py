@@ -1,8 +1,8 @@
-"""Marks: frames as clients of other languages like them, and as the broker knows them.
+"""Marks: frames translated between the encoding that a client chose and msgpack.
 
-A client chooses how the meta of its frames is written: raw (msgpack), JSON or protobuf. Those who
-choose one of the last two need not know the layout of a batch either: events they publish are lists
-in the message, and events they get are an `events` list. The broker only ever sees raw frames.
+A client chooses how the meta of its frames is encoded: raw (msgpack), JSON or protobuf. With JSON or
+protobuf it need not know the layout of a batch either: it publishes events as lists in the message, and
+receives them as an `events` list. The broker itself only sees raw frames.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ MESSAGES: dict[int, type[say.Message]] = {
     Kind.REFUSED: say.Refused,
     Kind.STOPPED: say.Feed,
 }
-"""What the meta of each kind says. BYE, FLUSH and DRAIN say nothing: their meta is empty."""
+"""The message in the meta of each kind. The meta of BYE, FLUSH and DRAIN is empty."""
 
-# Batches that take more than this stay parts: in base64 and with names they would outgrow a meta.
+# Batches of more bytes stay parts: in base64 and with names they would not fit into a meta.
 MAX_EVENTS_BYTES = MAX_META_BYTES // 4
-# And so do batches of more events than this: each costs far more as a message than in its batch.
+# Batches of more events stay parts, too: an event costs far more in a message than in its batch.
 MAX_EVENTS = 100_000
 
 UNREADABLE = (msgspec.MsgspecError, UnicodeError, RecursionError, OverflowError, TypeError)
-"""What reading and writing of hostile messages raises."""
+"""The errors that reading or writing a hostile message raises."""
 
 
 def marks() -> tuple[str, ...]:
@@ -58,7 +58,7 @@ def marks() -> tuple[str, ...]:
 
 
 def from_mark(frame: Frame) -> Frame:
-    """A client's frame as the broker knows it; raises ProtocolViolation when it cannot be read.
+    """A client's frame with its meta in msgpack; raises ProtocolViolation when it cannot be read.
 
     >>> from_mark(Frame(Kind.FETCH, 5, b'{"feed": 3}', mark=Mark.JSON)).meta
     b'\\x81\\xa4feed\\x03'
@@ -79,7 +79,7 @@ def from_mark(frame: Frame) -> Frame:
 
 
 def for_mark(frame: Frame, mark: int) -> Frame:
-    """A broker's frame as a client likes it: meta in its mark, events instead of parts.
+    """A broker's frame in the encoding of a client, with events instead of parts.
 
     >>> for_mark(Frame(Kind.STOPPED, 0, say.encode(say.Feed(3))), Mark.JSON).meta
     b'{"feed":3}'
@@ -103,7 +103,7 @@ def for_mark(frame: Frame, mark: int) -> Frame:
 
 
 def _result(value: Any) -> dict[str, Any]:
-    """An answer in the fields of Result; what has no field there is JSON."""
+    """An answer in the fields of Result; an answer without fields there goes into `json`."""
     if isinstance(value, dict) and value.keys() <= _RESULT_FIELDS:
         return value
     return {"json": msgspec.json.encode(value).decode()}

@@ -26,14 +26,14 @@ ENVELOPE = struct.Struct("<2sBBBxxxQ")
 # request, mark, compressor, number of parts, length of meta
 BODY_HEAD = struct.Struct("<QBBHI")
 PART_LENGTH = struct.Struct("<I")
-# One publish or delivery carries a part for each batch; more belong into another frame.
+# One publish or delivery carries a part for each batch; further batches belong into another frame.
 MAX_PARTS = 4_096
-# Messages are small: names, numbers and short lists. What is large goes into parts.
+# Messages are small: names, numbers and short lists. Large content goes into parts.
 MAX_META_BYTES = 64 << 20
 
 
 class Kind(enum.IntEnum):
-    """What a frame is. Below 0x40 from clients, above from brokers."""
+    """The kind of a frame: below 0x40 from clients, above from brokers."""
 
     HELLO = 0x10
     HEARTBEAT = 0x11
@@ -87,7 +87,7 @@ class Frame(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """What meta and parts take."""
+        """Bytes of meta and parts."""
         return len(self.meta) + sum(map(len, self.parts))
 
     def multipart(self) -> list[Bytes]:
@@ -131,7 +131,7 @@ class Frame(NamedTuple):
 
     @classmethod
     def of_content(cls, kind: int, head: Bytes, content: Bytes) -> Frame:
-        """The same for a body whose head lies elsewhere, because the content was compressed."""
+        """Read a body whose head is in other memory, because its content was compressed."""
         view = memoryview(content)
         request, mark, _, count, meta_bytes = BODY_HEAD.unpack(head)
         at = count * PART_LENGTH.size

@@ -1,8 +1,8 @@
-"""Old commands: what a client says that never negotiates, and what it hears.
+"""The commands and replies of old clients, which never negotiate.
 
 The stream is the same: COMMAND, BODY_SIZE, BODY. Each command gets one OK or ERROR, in the order of
-the commands; MESSAGE and NOTICE come in between when there is something to say. Numbers are
-little-endian; a text is its length (u16) and its bytes in UTF-8.
+the commands; MESSAGE and NOTICE may come in between. Numbers are little-endian; a text is its length
+(u16) and its bytes in UTF-8.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from penstock.wire.stream import encode_message
 
 MAX_TEXT_BYTES = (1 << 16) - 1
 MAX_PING_BYTES = 1_024
-LADDER_DELAY = (1 << 32) - 1  # NACK: wait as long as the group's ladder says
-DEFAULT_OUTSTANDING = 256
+LADDER_DELAY = (1 << 32) - 1  # NACK: the delay is the next step of the group's retry ladder
+DEFAULT_OUTSTANDING = 256  # when the client names no limit
 NO_KEY = -1
 
 _U16 = struct.Struct("<H")
@@ -30,7 +30,7 @@ _MESSAGE = struct.Struct("<HQHIQqi")
 
 
 class Command(enum.IntEnum):
-    """What a client may say."""
+    """The commands of a client."""
 
     AUTH = 0x01
     PING = 0x02
@@ -42,7 +42,7 @@ class Command(enum.IntEnum):
 
 
 class LegacyReply(enum.IntEnum):
-    """What it hears."""
+    """The replies of the broker."""
 
     OK = 0x80
     ERROR = 0x81
@@ -54,7 +54,7 @@ COMMANDS = frozenset(map(int, Command))
 
 
 class LegacyAuth(NamedTuple):
-    """Who the client is; only as the first command, and only where the broker wants a token."""
+    """Identifies the client; only as the first command, and only when the broker wants a token."""
 
     token: str
     tenant: str
@@ -66,7 +66,7 @@ class LegacyAuth(NamedTuple):
 
 
 class Ping(NamedTuple):
-    """Are you there; OK brings the same bytes."""
+    """Checks the connection; OK holds the same bytes."""
 
     data: bytes
 
@@ -87,7 +87,7 @@ class Create(NamedTuple):
 
 
 class LegacyPublish(NamedTuple):
-    """Store an event; OK says where, once it is durable."""
+    """Store an event; OK holds its partition and offset, once it is durable."""
 
     topic: str
     payload: bytes
@@ -98,7 +98,7 @@ class LegacyPublish(NamedTuple):
 
 
 class LegacySubscribe(NamedTuple):
-    """Get the events of a pattern as a member of a queue group; OK gives the subscription a number."""
+    """Receive the events of a pattern as a member of a queue group; OK holds the subscription's number."""
 
     group: str
     pattern: str
@@ -111,7 +111,7 @@ class LegacySubscribe(NamedTuple):
 
 
 class Ack(NamedTuple):
-    """An event is done."""
+    """The client has processed an event."""
 
     tag: int
 
@@ -121,7 +121,7 @@ class Ack(NamedTuple):
 
 
 class Nack(NamedTuple):
-    """An event is to come again, after `delay_ms` or after the ladder's next step."""
+    """Deliver an event again, after `delay_ms` or after the next step of the retry ladder."""
 
     tag: int
     delay_ms: int
@@ -138,7 +138,7 @@ AnyCommand = LegacyAuth | Ping | Create | LegacyPublish | LegacySubscribe | Ack 
 
 
 class Ok(NamedTuple):
-    """A command was carried out."""
+    """A command was executed."""
 
     body: bytes = b""
 
@@ -158,7 +158,7 @@ class Ok(NamedTuple):
 
 
 class Error(NamedTuple):
-    """A command was not carried out; the codes are those of docs/reference/errors.md."""
+    """A command was not executed; docs/reference/errors.md lists the codes."""
 
     code: str
     words: str
@@ -169,7 +169,7 @@ class Error(NamedTuple):
 
 
 class LegacyLeased(NamedTuple):
-    """An event for the client: its lease runs from now."""
+    """An event for the client; its lease starts now."""
 
     subscription: int
     tag: int
@@ -191,7 +191,7 @@ class LegacyLeased(NamedTuple):
 
 
 class Notice(NamedTuple):
-    """Something nobody asked about: an ACK that came too late (tag), a subscription that ended (0)."""
+    """A notice without a command: an ACK that came too late (tag), a subscription that ended (0)."""
 
     tag: int
     code: str
@@ -276,7 +276,7 @@ def _text(text: str) -> bytes:
 
 
 class _Cursor:
-    """Walks through a body."""
+    """Reads the fields of a body one after another."""
 
     __slots__ = ("_at", "_body")
 

@@ -1,9 +1,7 @@
-"""Messages: what the meta of each kind of frame says, as structs.
+"""Messages: the content of each kind of frame, as structs; and errors as messages (`Fault`).
 
-They are the same in msgpack (raw), JSON and protobuf. Fields that have their default are left
-out, unknown ones are ignored: both sides may learn new ones.
-
-Faults: errors of the tree on their way through a wire, code, words and data kept.
+They are the same in msgpack (raw), JSON and protobuf. Fields that have their default are left out,
+unknown fields are ignored, so either side may be newer.
 """
 
 from __future__ import annotations
@@ -19,23 +17,20 @@ from penstock.model.errors import PenstockError, ProtocolViolation
 from penstock.model.event import Receipt
 from penstock.model.parameter import wrong_type
 
-# -- message --------------------------------------------------------------------------------------
-
-
 TRANSACTION_KEYS = "transaction-keys"
-"""Among the capabilities of a Welcome: this broker heeds the key of a Transact."""
+"""A capability in Welcome: this broker obeys the key of a Transact."""
 MAX_NAMED = 65_536
-"""Deliveries that a Hello of ours names, half of what fits: what is beyond comes again."""
+"""Deliveries that the client's Hello names, half of what fits; further ones are delivered again."""
 MAX_HELD = 8_192
-"""Deliveries that one Subscribe names in `held`: what is beyond comes again."""
+"""Deliveries that one Subscribe names in `held`; further ones are delivered again."""
 MAX_REASON_CHARACTERS = 4_096
-"""Of a nack or reject: kept with a dead letter, in the journal and in its headers."""
+"""Of the reason of a nack or reject: kept with a dead letter, in the journal and in its headers."""
 MAX_LOG_HELD = 1_024
-"""Partitions that one Subscribe names in `log_held`: all those of the largest topic."""
+"""Partitions that one Subscribe names in `log_held`: all partitions of the largest topic."""
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """What all messages share."""
+    """The base of all messages."""
 
 
 class Held(Message, frozen=True):
@@ -49,7 +44,7 @@ class Held(Message, frozen=True):
     attempt: int
     handed: int
     left_s: float | None = None
-    """What is left of the leases of those that were handed out; null: as long as a new lease."""
+    """Seconds left of the leases of events that were handed out; null: as many as a new lease has."""
 
 
 class LogHeld(Message, frozen=True):
@@ -155,7 +150,7 @@ class Publish(Message, frozen=True):
     sequence: int
     drafts: list[DraftMeta]
     withheld: dict[str, int] = {}
-    """Batches that the client did not send since the last one, knowing the answer, by limit and tenant."""
+    """Batches refused by the client itself since the last Publish, by limit and tenant."""
 
 
 class Published(Message, frozen=True):
@@ -210,11 +205,11 @@ class Settlement(Message, frozen=True):
     rejects: list[tuple[int, str]] = []
     extends: list[tuple[int, float | None]] = []
     returns: list[int] = []
-    """Indices that were not worked on, or not to an end: they come again, and no attempt is counted."""
+    """Indices whose work was not finished: they are delivered again, and no attempt is counted."""
 
 
 class Settle(Message, frozen=True):
-    """Settlements; no answer, but what is refused comes back as Refused."""
+    """Settlements; there is no answer, but the broker sends Refused for each that it refuses."""
 
     sequence: int
     settlements: list[Settlement]
@@ -236,19 +231,19 @@ class Feed(Message, frozen=True):
 
 
 class Commit(Message, frozen=True):
-    """A log feed is through with everything before these offsets."""
+    """A log feed has processed everything before these offsets."""
 
     feed: int
     marks: list[tuple[str, int, int]] = []
     epochs: list[int] = []
-    """Of the batches that the marks are about, in their order. None: of the newest ones."""
+    """Of the batches that the marks refer to, in the same order. Empty: of the newest ones."""
 
 
 class Fetched(Message, frozen=True):
-    """What goes with the batch of a log feed."""
+    """The answer to Fetch; the batch is its part."""
 
     epoch: int = 0
-    """Grows when the group is reset. A commit names it, for a commit of earlier reading is void."""
+    """Grows when the group is reset. A commit names it: one of an earlier epoch is void."""
 
 
 class Transact(Message, frozen=True):
@@ -308,7 +303,7 @@ _decoders: dict[Any, Any] = {}
 def decode(meta: bytes | bytearray | memoryview, kind: Any) -> Any:
     """A message from msgpack; raises ProtocolViolation on anything else.
 
-    A wish that can be read and holds a value of a wrong type is InvalidInput, as from the API.
+    A Subscribe with a value of a wrong type is InvalidInput, as from the API.
     """
     decoder = _decoders.get(kind)
     if decoder is None:
@@ -328,17 +323,17 @@ def _unreadable(kind: Any, error: Exception) -> ProtocolViolation:
     return ProtocolViolation(f"a {name} message cannot be read: {error}")
 
 
-# -- fault ----------------------------------------------------------------------------------------
+# -- errors ---------------------------------------------------------------------------------------
 
 
 _BY_CODE: dict[str, type[PenstockError]] = {
     getattr(errors, name).code: getattr(errors, name) for name in errors.__all__
 }
-MAX_TEXT = 4_096  # characters of a message; an error is no way to send a payload back
+MAX_TEXT = 4_096  # characters of a text in a fault, so that no error carries a payload back
 
 
 def to_fault(error: BaseException) -> Fault:
-    """An error as a message; what is not of the tree becomes the root without its inner life.
+    """An error as a message; one outside the tree of errors becomes the root, with its type only.
 
     >>> to_fault(errors.UnknownTopic("no topic", topic="orders"))
     Fault(code='notfound.topic', message='no topic', data={'topic': 'orders'})
@@ -350,7 +345,7 @@ def to_fault(error: BaseException) -> Fault:
 
 
 def to_error(fault: Fault) -> PenstockError:
-    """The error a fault stands for; an unknown code becomes its family or the root.
+    """The error that a fault represents; an unknown code becomes its family or the root.
 
     >>> type(to_error(Fault("notfound.brandnew", "?"))).__name__
     'NotFound'

@@ -1,6 +1,6 @@
 """Negotiation: the first message each way on a TCP connection, COMMAND 0xFE with a JSON body.
 
-The client offers, the server chooses. What the client names first is preferred.
+The client offers, the server chooses. The client names its preferences first.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from penstock.wire.message import Fault, to_error, to_fault
 from penstock.wire.stream import COMPRESSORS, encode_message
 
 NEGOTIATE = 0xFE
-# An offer names a handful of words; this leaves room for many that are not known yet.
+# An offer holds a handful of names; this leaves room for many of later versions.
 MAX_NEGOTIATION_BYTES = 16 << 10
 
-# What reading it raises, whoever wrote it.
+# The errors that reading any negotiation raises.
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 MARKS = {"raw": Mark.RAW, "json": Mark.JSON, "protobuf": Mark.PROTOBUF}
@@ -27,7 +27,7 @@ MARKS = {"raw": Mark.RAW, "json": Mark.JSON, "protobuf": Mark.PROTOBUF}
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """What a client can do."""
+    """Versions, compressors and marks of a client, the preferred ones first."""
 
     versions: tuple[int, ...]
     compressors: tuple[str, ...] = ()
@@ -35,7 +35,7 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """What the server chose for the connection."""
+    """The server's choice for the connection."""
 
     version: int
     compressor: str
@@ -49,7 +49,7 @@ class _Refusal(msgspec.Struct, frozen=True):
 
 
 def offer(compressor: str = "none", marks: Sequence[str] = ("raw",)) -> bytes:
-    """The message a client opens with.
+    """A client's first message.
 
     >>> offer("zstd")[5:]
     b'{"versions":[1],"compressors":["zstd"],"marks":["raw"]}'
@@ -88,12 +88,12 @@ def choose(body: Bytes, max_frame_bytes: int, marks: Sequence[str] = tuple(MARKS
 
 
 def answer(choice: Choice) -> bytes:
-    """The message a server answers with."""
+    """A server's answer to an offer."""
     return encode_message(NEGOTIATE, msgspec.json.encode(choice))
 
 
 def refuse(error: Exception) -> bytes:
-    """The message a server answers with before it closes the connection."""
+    """A server's answer to an offer that it refuses; it closes the connection then."""
     return encode_message(NEGOTIATE, msgspec.json.encode(_Refusal(to_fault(error))))
 
 

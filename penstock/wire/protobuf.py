@@ -1,13 +1,10 @@
-"""Schema: the messages as protobuf describes them, derived from the structs.
+"""Protobuf: the messages for clients that choose the mark 2, derived from the structs.
 
-A field's number is its place in the struct, so a new field comes last. Every single value is
-`optional`: what is absent has the default of docs/reference/protocol.md, which need not be zero.
-docs/reference/penstock.proto is printed from it.
+A field's number is its place in the struct, so a new field comes last. Every single value is `optional`:
+an absent field has the default of docs/reference/protocol.md, which need not be zero.
+docs/reference/penstock.proto is printed from here.
 
-Protobuf: the meta of a frame with mark 2, for clients whose language likes it better.
-
-The messages are those of docs/reference/penstock.proto. The library comes with the extra
-`penstock[protobuf]`; without it a broker does not offer the mark.
+The library comes with the extra `penstock[protobuf]`; without it a broker does not offer the mark.
 """
 
 from __future__ import annotations
@@ -23,9 +20,6 @@ from penstock.model.errors import MissingExtra, ProtocolViolation
 from penstock.model.event import Receipt
 from penstock.wire import message as say
 from penstock.wire.frame import Bytes
-
-# -- schema ---------------------------------------------------------------------------------------
-
 
 PACKAGE = "penstock.v1"
 
@@ -51,10 +45,10 @@ ITEMS = {
     ("Result", "adopted"): ("Indices", "values"),
     ("Welcome", "adopted"): ("Indices", "values"),
 }
-"""Items that are tuples or lists, or may be missing: protobuf wants a named message for each."""
+"""Items that are tuples or lists, or may be missing: protobuf needs a named message for each."""
 
 NUMBERS = {("Deliver", "events"): 100}
-"""Fields behind which others may come."""
+"""Fields with a number of their own: the struct they extend may get more fields."""
 
 
 class Table(NamedTuple):
@@ -62,7 +56,7 @@ class Table(NamedTuple):
 
     name: str
     form: str
-    """What it stands for: a "struct", a "tuple", a "list", or "maybe" a value."""
+    """What it represents: a "struct", a "tuple", a "list", or "maybe" a value."""
     fields: list[Column]
 
 
@@ -108,7 +102,7 @@ class DeliverEvents(say.Deliver, frozen=True):
 
 
 class Result(say.Message, frozen=True):
-    """Any answer, for protobuf: what the request does not ask for is absent."""
+    """Any answer, for protobuf; fields that do not belong to the request are absent."""
 
     receipts: list[Receipt | None] = []
     faults: dict[int, say.Fault] = {}
@@ -128,7 +122,7 @@ class Schema:
         self.tables: dict[Any, Table] = {}
 
     def table(self, struct: type[msgspec.Struct]) -> Table:
-        """The message of a struct; made on first sight, with those inside it."""
+        """The message of a struct; made at the first call, with the messages inside it."""
         found = self.tables.get(struct)
         if found is None:
             name = "Deliver" if struct is DeliverEvents else struct.__name__
@@ -181,7 +175,7 @@ def _without_none(kind: inspect.Type) -> tuple[inspect.Type, bool]:
     return kind, False
 
 
-# -- protobuf -------------------------------------------------------------------------------------
+# -- values to protobuf and back ------------------------------------------------------------------
 
 
 class Wire:

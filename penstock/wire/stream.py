@@ -30,19 +30,20 @@ _NO_PARTS = struct.Struct("<BIQBBHI")
 _ONE_PART = struct.Struct("<BIQBBHII")
 _KINDS = frozenset(map(int, Kind))
 _MARKS = frozenset(map(int, Mark))
-COMPRESSOR_AT = 9  # where in a body its compressor stands
+COMPRESSOR_AT = 9  # position of the compressor's number in a body
 MAX_BODY_BYTES = (1 << 32) - 1
 
 COMPRESSORS = ("none", "lz4", "zstd", "snappy")
 """Compressors of the wire, by their number in a body."""
-# Below this a compressor saves less than the packet's own headers take.
+# Below this size a compressor saves less than the packet's own headers take.
 COMPRESS_MIN_BYTES = 1_024
 
-# Reads go here: one for all connections of a loop, since each read is taken apart before the next.
+# Memory for reads, shared by all connections of a loop: each read is cut up before the next one.
 SCRATCH_BYTES = 256 << 10
 # An unfinished message up to this size is copied back into the scratch for the next read; a larger
 # one gets memory of its own, and the socket fills it without a copy.
 SMALL_BYTES = 16 << 10
+# A message from this size on takes many reads, and gets its memory from `room`.
 LARGE_BYTES = 1 << 20
 
 
@@ -51,14 +52,14 @@ Message = tuple[int, Bytes]
 
 
 def own_memory(size: int) -> memoryview:
-    """Memory of a message's own; the system gives each page when something arrives in it."""
+    """Memory for one message; the operating system provides each page when data arrives in it."""
     return memoryview(mmap.mmap(-1, size))
 
 
 class StreamReader:
-    """Cuts a stream of bytes into messages, with memory for what arrived and not for what is claimed.
+    """Cuts a stream of bytes into messages; memory grows with what arrived, not with claimed sizes.
 
-    Ask for `space`, put bytes into it, say how many: `filled` returns the messages they complete.
+    Put bytes into `space` and call `filled` with their number: it returns the messages they complete.
 
     >>> reader = StreamReader(limit_bytes=100)
     >>> reader.feed(bytes([0x10, 2, 0, 0, 0])), reader.feed(b"hi")
@@ -77,9 +78,9 @@ class StreamReader:
     ) -> None:
         self.limit_bytes = limit_bytes
         self._room = own_memory if room is None else room
-        """Where memory for large messages comes from."""
+        """Provides memory for large messages."""
         self.broken: ProtocolViolation | None = None
-        """Set when the stream is no longer one of messages; nothing is read from it any more."""
+        """Set when the bytes are no message; nothing more is read from the stream then."""
         self._scratch = memoryview(bytearray(SCRATCH_BYTES) if scratch is None else scratch)
         self._rest = b""
         self._own: memoryview | None = None
@@ -89,26 +90,26 @@ class StreamReader:
 
     @property
     def unfinished(self) -> bool:
-        """Whether part of a message has arrived and the rest has not."""
+        """Whether only a part of a message has arrived."""
         return self._own is not None or bool(self._rest)
 
     @property
     def large(self) -> bool:
-        """Whether a message is on its way that takes many reads."""
+        """Whether the unfinished message takes many reads."""
         return self._own is not None and self._size >= LARGE_BYTES
 
     @property
     def arrived_bytes(self) -> int:
-        """What has arrived of a message that has memory of its own."""
+        """Arrived bytes of a message that has memory of its own."""
         return 0 if self._own is None else self._filled
 
     def drop(self) -> None:
-        """Give the memory of an unfinished message back: the rest of it will not arrive."""
+        """Release the memory of an unfinished message, whose rest will not arrive."""
         self._own, self._rest = None, b""
         self.broken = self.broken or ProtocolViolation("the connection has ended")
 
     def space(self) -> memoryview:
-        """Where the next bytes belong; use it before any other reader of the same scratch does."""
+        """Memory for the next bytes; fill it before another reader of the same scratch is used."""
         if self._own is not None:
             return self._own[self._filled : self._filled + SCRATCH_BYTES]
         kept = len(self._rest)
@@ -119,7 +120,7 @@ class StreamReader:
     def filled(self, count: int) -> list[Message]:
         """Take `count` bytes that were put into `space`; returns the messages that are complete.
 
-        On bytes that are no message it sets `broken` and returns those before them.
+        On bytes that are no message it sets `broken` and returns the messages before them.
         """
         if self.broken is not None:
             return []
@@ -128,7 +129,7 @@ class StreamReader:
         return self._cut(len(self._rest) + count)
 
     def feed(self, data: Bytes) -> list[Message]:
-        """The same for bytes that lie somewhere else."""
+        """Take bytes from other memory; returns the messages that are complete."""
         messages: list[Message] = []
         view = memoryview(data)
         while view and self.broken is None:
@@ -200,8 +201,7 @@ def encode_message(command: int, body: Bytes) -> bytes:
 def encode_frame(frame: Frame, compressor: int = 0) -> list[Bytes]:
     """A frame as buffers to write one after another; parts are not copied.
 
-    `compressor` is its number in COMPRESSORS. Small frames, and those that do not shrink, stay as
-    they are.
+    `compressor` is a number in COMPRESSORS. Frames that are small or do not shrink are not compressed.
     """
     kind, request, meta, parts, mark = frame
     meta_bytes, count = len(meta), len(parts)
@@ -243,13 +243,13 @@ def decode_frame(message: Message, limit_bytes: int) -> Frame:
     """
     command, body = message
     if len(body) < BODY_HEAD.size:
-        return Frame.parse(command, body)  # which says what is wrong
+        return Frame.parse(command, body)  # raises the error that fits
     request, mark, compressor, count, meta_bytes = BODY_HEAD.unpack_from(body)
     if compressor:
-        # What is expanded stays where it is: to put the head before it would copy all of it.
+        # The expanded content is not joined to the head, which would copy all of it.
         return Frame.of_content(command, body[: BODY_HEAD.size], _content(body, limit_bytes))
     if count < 2 and command in _KINDS and mark in _MARKS and meta_bytes <= MAX_META_BYTES:
-        # Nearly every frame has one part or none: no table of lengths to walk through.
+        # Nearly every frame has one part or none, and needs no table of lengths.
         meta_at = BODY_HEAD.size + count * PART_LENGTH.size
         meta_end = meta_at + meta_bytes
         if count == 0 and meta_end == len(body):

@@ -14,7 +14,7 @@ import pytest
 import penstock
 from penstock.bench.process import memory_mb
 from penstock.core.entry import GroupSpec
-from penstock.engines.broker.engine import broker_engine
+from penstock.engines.broker import engine_for
 from penstock.engines.broker.tcp import TcpLink
 from penstock.model.batch import EventBatch
 from penstock.model.event import Identity
@@ -38,7 +38,7 @@ class Till:
     def __init__(self, broker: BrokerProcess, name: str = "till", **hello: Any) -> None:
         address = f"127.0.0.1:{broker.ports['tcp']}"
         settings = load(None, {}, {"client.heartbeat_s": 0.5})
-        self.channel = broker_engine("penstock", address, settings, Identity(), name).channel
+        self.channel = engine_for("penstock", address, settings, Identity(), name).channel
         registered = {"subscriptions": ["orders.*"], "max_inflight": 10, **hello}
         self.channel.hello = msgspec.structs.replace(self.channel.hello, **registered)
         self.channel.on_push = self._pushed

@@ -17,8 +17,8 @@ import pytest_asyncio
 
 import penstock
 from penstock.core.routes import Route
+from penstock.engines.broker import engine_for
 from penstock.engines.broker.channel import Channel
-from penstock.engines.broker.engine import broker_engine
 from penstock.engines.broker.tcp import TcpLink
 from penstock.engines.requests import QueryAudit
 from penstock.model.errors import AccessDenied
@@ -153,7 +153,7 @@ async def test_a_direct_consumer_of_another_tenant_is_left_alone(guarded: Guarde
     def till(tenant: str, topic: str) -> Channel:
         settings = load(None, {}, {"client.token": token("reader", tenant=tenant)})
         address = f"127.0.0.1:{guarded.daemon.ports['tcp']}"
-        channel = broker_engine("penstock", address, settings, Identity(), "till").channel
+        channel = engine_for("penstock", address, settings, Identity(), "till").channel
         channel.hello = msgspec.structs.replace(channel.hello, subscriptions=[topic])
         return channel
 

@@ -11,7 +11,7 @@ import pytest
 import penstock
 from penstock.core.entry import GroupSpec
 from penstock.engines.broker.consumer import RemoteLog
-from penstock.engines.broker.engine import wish
+from penstock.engines.broker.engine import subscribe_message
 from penstock.engines.broker.tcp import check_size
 from penstock.engines.engine import ReadRange, Subscribe
 from penstock.model.batch import EventBatch
@@ -63,7 +63,9 @@ class Client:
         await self.feed.commit()
 
     def says(self) -> list[tuple[int, int, int]]:
-        return [(each.start, each.stop, each.epoch) for each in wish(self.feed).log_held]
+        return [
+            (each.start, each.stop, each.epoch) for each in subscribe_message(self.feed).log_held
+        ]
 
 
 async def test_a_client_says_nothing_before_it_has_something() -> None:
@@ -123,15 +125,15 @@ async def test_of_too_many_partitions_the_latest_are_named() -> None:
     for number in range(say.MAX_LOG_HELD + 2):
         await client.fetch(0, 1, topic=f"in.{number}")
     await client.fetch(1, 2, topic="in.0")
-    held = wish(client.feed).log_held
+    held = subscribe_message(client.feed).log_held
     assert [each.topic for each in (held[0], held[-1])] == ["in.3", "in.0"]
-    check_subscribe(wish(client.feed))
+    check_subscribe(subscribe_message(client.feed))
     client.broker.frame_bytes = 64 << 10
     client.feed._has = {
         (f"{number:02}{'x' * 253}", MOST): ReadRange(MOST, MOST, MOST) for number in range(99)
     }
-    assert len(say.encode(wish(client.feed))) < 64 << 10
-    assert len(wish(client.feed).log_held) == 64
+    assert len(say.encode(subscribe_message(client.feed))) < 64 << 10
+    assert len(subscribe_message(client.feed).log_held) == 64
 
 
 @pytest.mark.parametrize("frame_bytes", [64 << 10, 64 << 20])

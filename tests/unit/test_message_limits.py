@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engines.broker.engine import wish
+from penstock.engines.broker.engine import subscribe_message
 from penstock.engines.engine import Subscribe
 from penstock.model.errors import ProtocolViolation
 from penstock.wire import limits
@@ -146,10 +146,10 @@ def test_a_client_that_holds_very_much_can_join_again() -> None:
         number = 1
         wanted = Subscribe("g" * 128, say.GroupSpec((topic,) * 1_024), "m" * 128, 1 << 20)
 
-    message = wish(Feed(), [Delivery()] * 20_000)  # type: ignore[arg-type, list-item]
+    message = subscribe_message(Feed(), [Delivery()] * 20_000)  # type: ignore[arg-type, list-item]
     assert len(message.held) == say.MAX_HELD
     check_message(Frame(Kind.SUBSCRIBE, 1, say.encode(message)))
     least = 1 << 20  # of the frames that this broker takes
-    message = wish(Feed(), [Delivery()] * 20_000, least)  # type: ignore[arg-type, list-item]
+    message = subscribe_message(Feed(), [Delivery()] * 20_000, least)  # type: ignore[arg-type, list-item]
     assert len(message.held) > 1_000
     assert len(say.encode(message)) < least

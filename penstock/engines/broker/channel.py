@@ -1,10 +1,10 @@
-"""Portions: settlements in as many reports as it takes, for a broker reads only so much of one.
+"""A client's session with a broker, over as many connections as it takes.
 
-Channel: a client's side of a session, over as many connections as it takes.
+Each call has a number and a deadline. While the connection is down, calls wait; on the next connection
+the broker names the calls that it never received, and the channel sends those again. It never repeats a
+request that could take effect twice: when the broker cannot tell, the call fails with ConnectionLost.
 
-A call has a number and a deadline. While the connection is down it waits; when a new one is there,
-the broker says which calls it never saw, and those are sent again. Nothing is ever sent twice that
-could then happen twice: what the broker cannot vouch for fails with ConnectionLost.
+A broker reads only so much of one report of settlements, so large reports are split.
 """
 
 from __future__ import annotations
@@ -45,84 +45,32 @@ from penstock.wire.message import (
     to_error,
 )
 
-# -- portion --------------------------------------------------------------------------------------
-
-
-# A call is at most six values in a message, and a report of so many well below MAX_SETTLE_VALUES.
-MOST_CALLS = 2_048
-# Of reasons, in characters of up to four bytes: with the numbers below MAX_SMALL_BYTES.
-MOST_CHARACTERS = 200_000
-# Of a small frame: three times what a call takes without its reason, and four times what a character does.
-CALL_BYTES, CHARACTER_BYTES = 96, 16
-# A nack and a reject, which have no halves.
-LEAST_CHARACTERS = 2 * MAX_REASON_CHARACTERS
-
-
-def portions(
-    settlements: list[Settlement], frame_bytes: int = MAX_FRAME_BYTES
-) -> Iterator[list[Settlement]]:
-    """The same settlements, in their order, in lists that fit a message.
-
-    >>> [len(each) for each in portions([Settlement(1, acks=[0, 5])] * 1_500)]
-    [750, 750]
-    """
-    if _fit(settlements, frame_bytes):
-        yield settlements
-        return
-    if len(settlements) == 1:
-        settlements = _halves(settlements[0])
-    middle = len(settlements) // 2
-    yield from portions(settlements[:middle], frame_bytes)
-    yield from portions(settlements[middle:], frame_bytes)
-
-
-def _fit(settlements: list[Settlement], frame_bytes: int) -> bool:
-    calls = characters = 0
-    for each in settlements:
-        calls += 1 + len(each.acks) // 2 + len(each.nacks) + len(each.rejects) + len(each.extends)
-        calls += len(each.returns)
-        if each.nacks or each.rejects:
-            reasons = [*(nack[2] for nack in each.nacks), *(reject[1] for reject in each.rejects)]
-            characters += sum(min(len(reason), MAX_REASON_CHARACTERS) for reason in reasons)
-    most_calls = min(MOST_CALLS, frame_bytes // CALL_BYTES)
-    most_characters = min(MOST_CHARACTERS, max(LEAST_CHARACTERS, frame_bytes // CHARACTER_BYTES))
-    return calls <= most_calls and characters <= most_characters
-
-
-def _halves(whole: Settlement) -> list[Settlement]:
-    """A settlement of many events as two of fewer."""
-    at = len(whole.acks) // 4 * 2  # a run is two numbers
-    nacks, rejects, extends, returns = (
-        len(each) // 2 for each in (whole.nacks, whole.rejects, whole.extends, whole.returns)
-    )
-    return [
-        Settlement(
-            whole.delivery, whole.handed, whole.acks[:at], whole.nacks[:nacks],
-            whole.rejects[:rejects], whole.extends[:extends], whole.returns[:returns],
-        ),
-        Settlement(
-            whole.delivery, whole.handed, whole.acks[at:], whole.nacks[nacks:],
-            whole.rejects[rejects:], whole.extends[extends:], whole.returns[returns:],
-        ),
-    ]  # fmt: skip
-
-
-# -- channel --------------------------------------------------------------------------------------
-
-
 log = logging.getLogger("penstock.client")
 
+# Between two attempts to connect at first; it doubles up to `client.reconnect_max_s`.
 FIRST_PAUSE_S = 0.05
+# After so many heartbeats without a frame from the broker the connection is given up: one may be late.
 SILENT_BEATS = 3
-STEADY_S = 1.0  # a connection that lasted this long was a good one
+# After a connection that lasted this long, the pause starts at FIRST_PAUSE_S again.
+STEADY_S = 1.0
 # These carry a sequence number: a broker that was restarted knows from its journal whether it had them.
 RECOGNISED = (Kind.PUBLISH, Kind.TRANSACT)
 SILENT = (
     "nothing refused the connection: a firewall, or a port that is not the broker's, such as that of "
     "HTTP for penstock://. Start one with `penstock up`, or check the URL"
 )
-# Trying again does not help against these.
+# Another attempt gets the same answer, unless a newer token helps.
 FINAL = (AccessDenied, WrongProtocolVersion, ProtocolViolation, Fenced, InvalidSettings)
+# Calls (ack, nack, ...) in one report. A call is at most six values in the message, so this many stay
+# well below MAX_SETTLE_VALUES.
+MOST_CALLS = 2_048
+# Characters of reasons in one report, of up to four bytes each: with the numbers, below MAX_SMALL_BYTES.
+MOST_CHARACTERS = 200_000
+# When the broker takes small frames only: three times the size of a call without its reason, and four
+# times that of a character.
+CALL_BYTES, CHARACTER_BYTES = 96, 16
+# The reasons of one nack and one reject, which cannot be split further.
+LEAST_CHARACTERS = 2 * MAX_REASON_CHARACTERS
 
 
 class Call:
@@ -139,7 +87,7 @@ class Call:
 
 
 class Channel:
-    """The way to one broker."""
+    """The session with one broker: calls, settlements and what the broker pushes."""
 
     def __init__(
         self,
@@ -149,27 +97,27 @@ class Channel:
         credential: Credential | None = None,
     ) -> None:
         self.hello = hello
-        """What the client says of itself, without its token."""
+        """The client's first message, without its token."""
         self._credential = Credential(settings, None) if credential is None else credential
         self.welcome: say.Welcome | None = None
         self.frame_bytes = MAX_FRAME_BYTES
         """Largest frame the broker takes, as its last Welcome said."""
         self.on_push: Callable[[Frame], None] = lambda frame: None
         self.held: Callable[[], list[int]] = list
-        """Deliveries that are still open, for the broker to compare."""
+        """Called for the deliveries that are still open, so that the broker can compare."""
         self.lost: Callable[[list[int]], None] = lambda numbers: None
-        """The broker holds these deliveries no more."""
+        """Called with deliveries that the broker no longer holds."""
         self.renewed: Callable[[], None] = lambda: None
-        """The broker has forgotten what this session had open; called before anything is sent."""
+        """Called when the broker has forgotten what this session had open, before anything is sent."""
         self.ended: Callable[[PenstockError], None] = lambda error: None
-        """There is no way to the broker any more."""
+        """Called when the channel stops connecting."""
         self._make_link = make_link
         self._settings = settings
         self._link: ClientLink | None = None
         self._calls: dict[int, Call] = {}
         self._request = 0
         self._settles: deque[tuple[int, Frame, list[say.Settlement]]] = deque()
-        """Reported, and not yet called durable by the broker."""
+        """Reports that the broker has not confirmed as durable: number, frame, content."""
         self._settle_number = 0
         self._opened: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -177,7 +125,8 @@ class Channel:
         self._heard_at = 0.0
         self._welcomed: asyncio.Future[say.Welcome] | None = None
         self._closed: PenstockError | None = None
-        self._trouble: PenstockError | None = None
+        self._connect_error: PenstockError | None = None
+        """Why the last attempt to connect failed; None once one succeeded."""
 
     # -- calls ---------------------------------------------------------------------------------
 
@@ -190,7 +139,10 @@ class Channel:
         again: bool = False,
         deadline_s: float | None = None,
     ) -> Frame:
-        """Send a request and wait for its answer; raises the error it is answered with."""
+        """Send a request and wait for its answer; raises the error that the broker answers with.
+
+        `again` says that the request may be sent to a broker that has forgotten this session.
+        """
         return await self.finish(self.begin(kind, message, parts, again=again), deadline_s)
 
     def begin(
@@ -212,13 +164,13 @@ class Channel:
         if self._link is not None and self.welcome is not None:
             try:
                 self._send(call)
-            except BaseException:  # kept, it would be sent again over every connection to come
+            except BaseException:  # if kept, it would be sent again over every later connection
                 del self._calls[frame.request]
                 raise
         return call
 
     async def finish(self, call: Call, deadline_s: float | None = None) -> Frame:
-        """The answer to a request; 0 waits for ever."""
+        """Wait for the answer to a request; a deadline of 0 sets no limit."""
         limit_s = self._settings.deadline_s if deadline_s is None else deadline_s
         try:
             async with asyncio.timeout(limit_s if limit_s > 0 else None):
@@ -237,7 +189,7 @@ class Channel:
         self._link.send(call.frame)
 
     def _send_again(self, call: Call) -> None:
-        """Send what waited; one that this connection cannot carry fails alone."""
+        """Send a call that waited; when this connection cannot carry it, only this call fails."""
         try:
             self._send(call)
         except PenstockError as error:
@@ -246,9 +198,9 @@ class Channel:
 
     def _overdue(self, call: Call) -> PenstockError:
         if not call.sent:
-            token = (NotAuthenticated, InvalidSettings)
-            refused = isinstance(self._trouble, token)
-            why = f" ({self._trouble.message})" if refused and self._trouble is not None else ""
+            error, why = self._connect_error, ""
+            if isinstance(error, NotAuthenticated | InvalidSettings):  # the token was refused
+                why = f" ({error.message})"
             return self.unsent(f"no connection to the broker{why}")
         return ConnectionLost(
             f"no answer from the broker within {self._settings.deadline_s:g} s; the request may still "
@@ -257,7 +209,7 @@ class Channel:
         )
 
     def unsent(self, why: str) -> BrokerUnreachable:
-        """What a caller hears whose time was up before anything was sent."""
+        """The error for a caller whose deadline passed before anything was sent."""
         return BrokerUnreachable(
             f"{why} within {self._settings.deadline_s:g} s; nothing was sent. It goes on trying: "
             "call again, or check that the broker runs",
@@ -266,29 +218,29 @@ class Channel:
 
     def settle(self, settlements: list[say.Settlement]) -> None:
         """Report settlements; kept until the broker has confirmed them."""
-        for portion in portions(settlements, self.frame_bytes):
+        for part in split_settlements(settlements, self.frame_bytes):
             number = self._settle_number = self._settle_number + 1
-            frame = Frame(Kind.SETTLE, 0, encode(say.Settle(number, portion)))
-            self._settles.append((number, frame, portion))
+            frame = Frame(Kind.SETTLE, 0, encode(say.Settle(number, part)))
+            self._settles.append((number, frame, part))
             if self._link is not None and self.welcome is not None:
                 self._link.send(frame)
 
     def push(self) -> None:
-        """Let what was said so far leave this process now."""
+        """Hand everything sent so far to the operating system now."""
         if self._link is not None:
             self._link.push()
 
     def unconfirmed(self) -> list[say.Settlement]:
-        """Settlements that would not survive the broker for all we know."""
+        """Settlements that the broker has not confirmed: a crash of the broker may lose them."""
         return [each for _, _, settlements in self._settles for each in settlements]
 
     async def flush(self) -> None:
-        """Everything settled so far is durable when it returns."""
+        """Return when everything settled so far is durable."""
         number = self._settle_number
         await self.call(Kind.FLUSH, again=True)
         self._confirmed(number)
 
-    # -- life ----------------------------------------------------------------------------------
+    # -- connecting ----------------------------------------------------------------------------------
 
     async def open(self) -> None:
         """Connect; raises when no broker answers in time."""
@@ -300,11 +252,11 @@ class Channel:
                 await asyncio.shield(self._opened)
         except TimeoutError:
             await self.close()
-            # A connection that is refused is known as trouble: without any, somebody is silent.
-            why = SILENT if self._trouble is None else self._trouble.message
+            # A refused connection leaves an error. Without one, the other end never answered.
+            why = SILENT if self._connect_error is None else self._connect_error.message
             raise BrokerUnreachable(
                 f"no broker answered within {limit_s:g} s: {why}"
-            ) from self._trouble
+            ) from self._connect_error
         except BaseException:
             await self.close()
             raise
@@ -322,7 +274,7 @@ class Channel:
             self._link = None
 
     def fail(self, error: PenstockError) -> None:
-        """Give every call, present and future, this answer."""
+        """Fail every call with this error, those to come as well."""
         self._closed = self._closed or error
         for call in self._calls.values():
             if not call.future.done():
@@ -334,47 +286,47 @@ class Channel:
             try:
                 await self._connect()
             except FINAL as error:
-                if not self._may_renew(error):
+                if not self._newer_token_may_help(error):
                     self._end(error)
                     return
                 await asyncio.sleep(self._settings.reconnect_max_s * random.uniform(0.5, 1.0))
                 continue
             except PenstockError as error:
-                self._trouble = error
+                self._connect_error = error
                 log.info("no connection to the broker: %s", error)
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
                 pause_s = min(2 * pause_s, self._settings.reconnect_max_s)
                 continue
             except Exception as error:
-                log.exception("connecting failed in a way that nobody thought of")
+                log.exception("connecting failed with an unexpected error")
                 words = f"no connection could be made: {error!r}. This is a defect; connect again"
                 self._end(BrokerUnreachable(words))
                 return
             if self._opened is not None and not self._opened.done():
                 self._opened.set_result(None)
             since = asyncio.get_running_loop().time()
-            await self._mind()
+            await self._send_heartbeats()
             if asyncio.get_running_loop().time() - since > STEADY_S:
                 pause_s = FIRST_PAUSE_S
-            elif self._closed is None:  # what broke it at once may do so again
+            elif self._closed is None:  # a connection that broke at once may do so again
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
                 pause_s = min(2 * pause_s, self._settings.reconnect_max_s)
 
-    def _may_renew(self, error: PenstockError) -> bool:
-        """Whether another token may help: not for who never came in, nor with one that stays the same."""
+    def _newer_token_may_help(self, error: PenstockError) -> bool:
+        """Whether to go on with the next token: the session was open once, and the token can change."""
         if self._opened is not None and not self._opened.done():
             return False
         if not isinstance(error, NotAuthenticated | InvalidSettings):
             return False
         if not self._credential.renews:
             return False
-        if self._trouble is None or str(self._trouble) != str(error):
+        if str(self._connect_error) != str(error):
             log.error("no token that the broker takes: %s; trying again with the newest one", error)
-        self._trouble = error
+        self._connect_error = error
         return True
 
     def _end(self, error: PenstockError) -> None:
-        """There will be no other connection: whoever opens it hears why, or all who use it."""
+        """Stop connecting: fail `open` if it still waits, else every call and feed."""
         if self._opened is not None and not self._opened.done():
             self._opened.set_exception(error)
             return
@@ -404,7 +356,7 @@ class Channel:
             )
         )  # fmt: skip
         before = self.welcome
-        self.welcome = None  # until it is there, calls wait
+        self.welcome = None  # calls wait until the next Welcome
         try:
             async with asyncio.timeout(self._settings.deadline_s):
                 welcome = await self._welcomed
@@ -414,7 +366,7 @@ class Channel:
         except BaseException:
             self._drop(before)
             raise
-        self._trouble = None
+        self._connect_error = None
         self._resume(welcome, before)
 
     def _drop(self, before: say.Welcome | None) -> None:
@@ -424,13 +376,14 @@ class Channel:
             self._link = None
 
     def _resume(self, welcome: say.Welcome, before: say.Welcome | None) -> None:
+        """Repeat on a new connection what the broker has not seen; fail calls of unknown outcome."""
         same = before is not None and welcome.session == before.session
-        # A feed that is still to be opened comes before what is asked of it, whatever was first.
+        # A feed must be open before anything is asked of it, so every Subscribe goes first.
         earlier = sorted(self._calls.items(), key=lambda each: each[1].frame.kind != Kind.SUBSCRIBE)
         self.welcome = welcome
         self._heard_at = asyncio.get_running_loop().time()
         assert self._link is not None
-        if welcome.max_frame_bytes:  # over ZeroMQ nothing was negotiated that could have said it
+        if welcome.max_frame_bytes:  # over ZeroMQ there is no negotiation that could tell it
             self._link.max_frame_bytes = self.frame_bytes = welcome.max_frame_bytes
         if before is not None and not welcome.resumed:
             self.renewed()
@@ -440,7 +393,9 @@ class Channel:
             for _, frame, _ in self._settles:
                 try:
                     self._link.send(frame)
-                except PayloadTooLarge as error:  # their leases run out, and they come again
+                except (
+                    PayloadTooLarge
+                ) as error:  # their leases run out, and they are delivered again
                     log.error("settlements could not be reported: %s", error)
         else:
             self._settles.clear()
@@ -489,8 +444,8 @@ class Channel:
             self._welcomed.set_exception(BrokerUnreachable(f"the connection broke: {reason}"))
         self._broken.set()
 
-    async def _mind(self) -> None:
-        """Send signs of life until the connection breaks."""
+    async def _send_heartbeats(self) -> None:
+        """Send heartbeats until the connection breaks or the broker is silent."""
         beat_s = self._settings.heartbeat_s
         while not self._broken.is_set():
             assert self._link is not None
@@ -500,8 +455,57 @@ class Channel:
                 async with asyncio.timeout(beat_s):
                     await self._broken.wait()
             if asyncio.get_running_loop().time() - self._heard_at > SILENT_BEATS * beat_s:
-                log.info("the broker is silent; connecting anew")
+                log.info("the broker is silent; connecting again")
                 break
         link, self._link = self._link, None
         if link is not None:
             link.close()
+
+
+def split_settlements(
+    settlements: list[Settlement], frame_bytes: int = MAX_FRAME_BYTES
+) -> Iterator[list[Settlement]]:
+    """The same settlements, in the same order, in lists that each fit one message.
+
+    >>> [len(each) for each in split_settlements([Settlement(1, acks=[0, 5])] * 1_500)]
+    [750, 750]
+    """
+    if _fit(settlements, frame_bytes):
+        yield settlements
+        return
+    if len(settlements) == 1:
+        settlements = _halves(settlements[0])
+    middle = len(settlements) // 2
+    yield from split_settlements(settlements[:middle], frame_bytes)
+    yield from split_settlements(settlements[middle:], frame_bytes)
+
+
+def _fit(settlements: list[Settlement], frame_bytes: int) -> bool:
+    calls = characters = 0
+    for each in settlements:
+        calls += 1 + len(each.acks) // 2 + len(each.nacks) + len(each.rejects) + len(each.extends)
+        calls += len(each.returns)
+        if each.nacks or each.rejects:
+            reasons = [*(nack[2] for nack in each.nacks), *(reject[1] for reject in each.rejects)]
+            characters += sum(min(len(reason), MAX_REASON_CHARACTERS) for reason in reasons)
+    most_calls = min(MOST_CALLS, frame_bytes // CALL_BYTES)
+    most_characters = min(MOST_CHARACTERS, max(LEAST_CHARACTERS, frame_bytes // CHARACTER_BYTES))
+    return calls <= most_calls and characters <= most_characters
+
+
+def _halves(whole: Settlement) -> list[Settlement]:
+    """A settlement of many events as two of fewer."""
+    at = len(whole.acks) // 4 * 2  # a run is two numbers
+    nacks, rejects, extends, returns = (
+        len(each) // 2 for each in (whole.nacks, whole.rejects, whole.extends, whole.returns)
+    )
+    return [
+        Settlement(
+            whole.delivery, whole.handed, whole.acks[:at], whole.nacks[:nacks],
+            whole.rejects[:rejects], whole.extends[:extends], whole.returns[:returns],
+        ),
+        Settlement(
+            whole.delivery, whole.handed, whole.acks[at:], whole.nacks[nacks:],
+            whole.rejects[rejects:], whole.extends[extends:], whole.returns[returns:],
+        ),
+    ]  # fmt: skip

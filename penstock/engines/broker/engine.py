@@ -1,8 +1,8 @@
-"""Wish: how a feed asks a broker to be opened, the first time and after a restart.
+"""BrokerEngine: a bus in another process or on another host, reached through a broker (`penstock://`).
 
-The broker engine: the same bus, in another process or on another host (`penstock://`).
-
-Dialling: from the address of a broker to an engine that talks to it.
+It passes publishes to `RemotePublisher` and keeps the feeds: it hands them what the broker delivers,
+reports settlements once for each turn of the loop, and joins their groups again after a restart of the
+broker.
 """
 
 from __future__ import annotations
@@ -10,20 +10,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import socket
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 
 from penstock.engines.broker.channel import Call, Channel
 from penstock.engines.broker.consumer import RemoteDelivery, RemoteLog, RemoteQueue, settled_events
 from penstock.engines.broker.publisher import SPREAD, RemotePublisher, bundled
-from penstock.engines.broker.tcp import MAX_FRAME_BYTES, ClientLink, TcpLink, client_tls
-from penstock.engines.credential import Credential, Token
+from penstock.engines.broker.tcp import MAX_FRAME_BYTES, ClientLink
+from penstock.engines.credential import Credential
 from penstock.engines.embedded.engine import CAPABILITIES
 from penstock.engines.engine import LogFeed, QueueFeed, Request, Subscribe, Transaction
 from penstock.engines.requests import ANSWERS, READ_ONLY, AdmitReplay, DeleteGroup
@@ -37,7 +34,6 @@ from penstock.model.errors import (
     Fenced,
     LeaseExpired,
     PenstockError,
-    UnknownScheme,
     Unsupported,
 )
 from penstock.model.event import Identity, Receipt
@@ -46,52 +42,29 @@ from penstock.wire import message as say
 from penstock.wire.frame import Bytes, Frame, Kind
 from penstock.wire.message import decode, to_error
 
-# -- wish -----------------------------------------------------------------------------------------
-
-
-HELD_BYTES = 512  # more than one takes in a message, whatever its topic is called
-
-
-def wish(
-    feed: RemoteQueue | RemoteLog,
-    held: Sequence[RemoteDelivery] = (),
-    frame_bytes: int = MAX_FRAME_BYTES,
-) -> say.Subscribe:
-    """The message that opens a feed, with what of it is in our hands: nothing, the first time.
-
-    It names as many deliveries as fit, the earliest ones; the others come again.
-    """
-    wanted = feed.wanted
-    most = min(say.MAX_HELD, frame_bytes // HELD_BYTES)
-    return say.Subscribe(
-        feed.number, wanted.group, wanted.spec, wanted.member, wanted.max_inflight,
-        [delivery.in_hand() for delivery in held[:most]],
-        feed.in_hand() if isinstance(feed, RemoteLog) else [],
-    )  # fmt: skip
-
-
-# -- broker ---------------------------------------------------------------------------------------
-
-
 log = logging.getLogger("penstock.client")
 
 AGENT = "penstock-python"
-# Under way. With the publisher's frames these are fewer than a broker remembers of a session: what it
-# has forgotten when it comes back from a crash would happen again.
+# Transactions without an answer. With the publisher's frames they are fewer than a broker remembers of
+# a session: after a crash it would execute again a repeated request that it has forgotten.
 MAX_TRANSACTIONS = 128
-MAX_REFUSALS = 1_000  # kept for a program that never flushes
+# Refused settlements kept until the next flush; a program that never flushes must not collect more.
+MAX_REFUSALS = 1_000
+# Bytes of events that one answer to `read` holds: large enough to make requests rare.
 CHUNK_BYTES = 4 << 20
-# Events of which the broker hears one by one, before the consumer has them: at first, and each second.
-# A consumer that takes more is heard of once for each turn of its loop. At first they are as many as
-# a member holds by default, so that a process that was started again speaks of what ended the last.
+# Handed-out events that are reported one by one, before the consumer has them: at first, and more each
+# second. Beyond that they are reported once for each turn of the loop. At first it is the number that a
+# member holds by default, so that a restarted process reports the very event that crashes it.
 REPORTS_AT_ONCE = 1_024
 REPORTS_PER_S = 1_000
-# Ends of a call after which the broker may have done what it asks, or do it yet.
+# After these ends of a call the broker may have done what it asks, or may do it yet.
 UNANSWERED = (asyncio.CancelledError, BrokerUnreachable, ConnectionLost)
+# The size of one held delivery in a message is below this, whatever its topic is called.
+HELD_BYTES = 512
 
 
 class BrokerEngine:
-    """A bus behind a broker."""
+    """The engine of a bus behind a broker: the methods of `Engine`."""
 
     capabilities = CAPABILITIES
 
@@ -105,12 +78,13 @@ class BrokerEngine:
     ) -> None:
         if credential is None:
             credential = Credential(settings.client, None)
-        # A default is no claim: who names no tenant and no subject is who its token or the broker says.
-        nobody = Identity()
+        # Defaults are not sent: without a tenant or subject of its own, the client is who its token or
+        # the broker says.
+        default = Identity()
         hello = say.Hello(
             client,
-            tenant="" if identity.tenant == nobody.tenant else identity.tenant,
-            subject="" if identity.subject == nobody.subject else identity.subject,
+            tenant="" if identity.tenant == default.tenant else identity.tenant,
+            subject="" if identity.subject == default.subject else identity.subject,
             agent=AGENT, heartbeat_s=settings.client.heartbeat_s,
         )  # fmt: skip
         self._subject = identity.subject
@@ -127,26 +101,29 @@ class BrokerEngine:
         self._feeds: dict[int, RemoteQueue | RemoteLog] = {}
         self._feed = 0
         self._unreported: dict[RemoteDelivery, None] = {}
+        """Deliveries of which something happened since the last report, in order."""
         self._scheduled = False
-        self._to_speak, self._spoke_at = float(REPORTS_AT_ONCE), 0.0
+        self._reports_left, self._reported_at = float(REPORTS_AT_ONCE), 0.0
+        """A token bucket of reports before the end of a turn: REPORTS_AT_ONCE, REPORTS_PER_S."""
         self._deadline_s = settings.client.deadline_s
-        self._signs_for_us = credential.given
+        self._token_names_subject = credential.given
         self._joining: set[asyncio.Task[None]] = set()
         self._leaving: set[asyncio.Task[None]] = set()
         self._asked: set[int] = set()
-        """Feeds whose Subscribe has no answer yet: the channel sends it again by itself."""
+        """Feeds whose Subscribe has no answer yet; the channel repeats it after a reconnect."""
         self._renewals = 0
+        """How often the broker has forgotten this session."""
         self._doubtful: set[tuple[int, int]] = set()
-        """Settled events, by delivery and index, of which a broker that was restarted may not know."""
+        """Settled events, by delivery and index, that a restarted broker may not know of."""
         self._refusals: deque[PenstockError] = deque(maxlen=MAX_REFUSALS)
-        """Why the broker did not take settlements, since the last flush."""
+        """Why the broker refused settlements, since the last flush."""
 
     async def open(self) -> None:
         """Connect; raises when no broker answers in time."""
         await self.channel.open()
 
     async def close(self) -> None:
-        """Report what is settled, then leave."""
+        """Report what is settled, then disconnect."""
         self._report()
         await self.channel.close()
         self._stop_feeds(BusClosed("the bus is closed; connect again"))
@@ -164,11 +141,11 @@ class BrokerEngine:
     # -- publishing ----------------------------------------------------------------------------
 
     async def publish(self, draft: Draft) -> Receipt:
-        """Store events; durable at the broker when it returns."""
+        """Store events; they are durable at the broker when it returns."""
         return await self._publisher.publish(draft)
 
     async def transact(self, transaction: Transaction) -> list[Receipt] | None:
-        """All of it or nothing; None, and nothing, when its key is that of an earlier one."""
+        """Execute all of it or nothing; None, and nothing happens, when an earlier one had its key."""
         if transaction.key is not None:
             self._check_keys()
         loop = asyncio.get_running_loop()
@@ -214,7 +191,7 @@ class BrokerEngine:
         return [receipt for receipt in published.receipts if receipt is not None]
 
     def _check_keys(self) -> None:
-        """An older broker would not look at the key, and do everything again."""
+        """Refuse a key that an older broker would ignore, executing the transaction again."""
         welcome = self.channel.welcome
         if welcome is not None and say.TRANSACTION_KEYS not in welcome.capabilities:
             raise Unsupported(
@@ -224,9 +201,13 @@ class BrokerEngine:
             )
 
     async def flush(self) -> None:
-        """Everything settled so far is durable when it returns."""
+        """Return when everything settled so far is durable.
+
+        Raises LeaseExpired when the broker refused settlements since the last flush, and ConnectionLost
+        when a restarted broker may not know of some.
+        """
         renewals = -1
-        while renewals != self._renewals:  # a restarted broker is told again before it is asked
+        while renewals != self._renewals:  # report again to a broker that was restarted meanwhile
             await self._rejoined()
             renewals = self._renewals
             self._report()
@@ -247,14 +228,14 @@ class BrokerEngine:
             )
 
     async def _rejoined(self) -> None:
-        """Wait until a broker that was restarted has given us back what we held."""
+        """Wait until a restarted broker has leased the held events to this client again."""
         if self._joining:
             await asyncio.wait(self._joining, timeout=self._deadline_s)
 
     # -- consuming -----------------------------------------------------------------------------
 
     async def subscribe(self, subscribe: Subscribe) -> QueueFeed | LogFeed:
-        """Join a group, making it on first sight."""
+        """Join a group; the broker makes it when it is new."""
         self._feed += 1
         feed: RemoteQueue | RemoteLog
         if subscribe.spec.mode == "log":
@@ -266,36 +247,39 @@ class BrokerEngine:
         self._feeds[feed.number] = feed
         self._asked.add(feed.number)
         try:
-            await self.channel.call(Kind.SUBSCRIBE, wish(feed), again=True)
+            await self.channel.call(Kind.SUBSCRIBE, subscribe_message(feed), again=True)
         except BaseException as error:
             del self._feeds[feed.number]
-            self._let_go(feed, error)
+            self._leave_later(feed, error)
             raise
         finally:
             self._asked.discard(feed.number)
         return feed
 
     def _touched(self, delivery: RemoteDelivery) -> None:
-        """Something happened to a delivery: report it once for all of this turn of the loop."""
+        """Report a delivery at the end of this turn of the loop, once for all that happens in it."""
         if not self._scheduled:
             self._scheduled = True
             asyncio.get_running_loop().call_soon(self._report)
         self._unreported[delivery] = None
 
     def _handed(self, delivery: RemoteDelivery, now: float) -> None:
-        """Tell the broker before the consumer has the event: it may be what ends this process."""
+        """Report an event before the consumer has it: the event may crash this process."""
         self._touched(delivery)
-        earned = (now - self._spoke_at) * REPORTS_PER_S
-        self._to_speak, self._spoke_at = min(REPORTS_AT_ONCE, self._to_speak + earned), now
-        if self._to_speak >= 1.0:
-            self._to_speak -= 1.0
+        earned = (now - self._reported_at) * REPORTS_PER_S
+        left = min(REPORTS_AT_ONCE, self._reports_left + earned)
+        self._reports_left, self._reported_at = left, now
+        if self._reports_left >= 1.0:
+            self._reports_left -= 1.0
             self._report()
             self.channel.push()
 
     def _report(self) -> None:
         self._scheduled = False
         deliveries, self._unreported = self._unreported, {}
-        if self._asked:  # a broker that was restarted does not know yet what we hold
+        if (
+            self._asked
+        ):  # a restarted broker does not know these deliveries before their feed has joined
             early = [each for each in deliveries if each.feed.number in self._asked]
             self._unreported = dict.fromkeys(early)
             deliveries = {each: None for each in deliveries if each not in self._unreported}
@@ -306,15 +290,15 @@ class BrokerEngine:
         self._report()
         self._feeds.pop(feed.number, None)
         if ended:
-            return  # there is nothing left of it at the broker
+            return  # the broker has closed the feed already
         try:
             await self.channel.call(Kind.UNSUBSCRIBE, say.Feed(feed.number), again=True)
         except BaseException as error:
-            self._let_go(feed, error)
+            self._leave_later(feed, error)
             raise
 
-    def _let_go(self, feed: RemoteQueue | RemoteLog, error: BaseException) -> None:
-        """Nobody waits for the answer any more; left open, the feed would hold events for nobody."""
+    def _leave_later(self, feed: RemoteQueue | RemoteLog, error: BaseException) -> None:
+        """Close a feed that may be open at the broker: it would hold events without a consumer."""
         if isinstance(error, UNANSWERED):
             task = asyncio.create_task(self._unsubscribe(feed))
             self._leaving.add(task)
@@ -338,10 +322,10 @@ class BrokerEngine:
             error = to_error(refused.fault)
             queues = [each for each in self._feeds.values() if isinstance(each, RemoteQueue)]
             unsettled = [feed for feed in queues if feed.refused(refused, error)]
-            # One that was settled before is settled: it does not come again. And when a group is reset
-            # the broker says of what was not settled here that it is void, which refuses nothing.
-            told = bool(unsettled) and isinstance(error, Fenced)
-            if not told and not isinstance(error, AlreadySettled):
+            # An event that was settled before is not delivered again. And when a group is reset, the
+            # broker fences events that are not settled here, which refuses no settlement.
+            only_fenced = bool(unsettled) and isinstance(error, Fenced)
+            if not only_fenced and not isinstance(error, AlreadySettled):
                 log.warning("a settlement was refused: %s", error)
                 self._refusals.append(error)
         elif frame.kind == Kind.STOPPED:
@@ -355,14 +339,14 @@ class BrokerEngine:
                     feed.paused = True
 
     def _held(self) -> list[int]:
-        """Deliveries that need not be sent again: in hand, or settled and on the way to the broker."""
+        """Deliveries that the broker must not send again: held, or settled and not confirmed yet."""
         known = {settlement.delivery for settlement in self.channel.unconfirmed()}
         known.update(delivery.number for delivery in self._unreported)
         for feed in self._feeds.values():
             if isinstance(feed, RemoteQueue):
                 known.update(feed.held)
         numbers = sorted(known)
-        self._lost(numbers[say.MAX_NAMED :])  # not named, they come again
+        self._lost(numbers[say.MAX_NAMED :])  # the broker delivers again what is not named
         return numbers[: say.MAX_NAMED]
 
     def _lost(self, numbers: list[int]) -> None:
@@ -371,7 +355,7 @@ class BrokerEngine:
                 feed.lost(numbers)
 
     def _renewed(self) -> None:
-        """The broker was restarted, or has forgotten us: join again, with what is in our hands."""
+        """Join again, naming the held deliveries: the broker was restarted, or forgot this session."""
         self._renewals += 1
         deliveries, self._unreported = self._unreported, {}
         unreported = [each.settlement() for each in deliveries]
@@ -383,10 +367,10 @@ class BrokerEngine:
                     feed.resume()
                 continue
             if feed.stopped:
-                continue  # it would take the place of who came after it under its name
+                continue  # joining again would replace a newer member of the same name
             self._asked.add(feed.number)
             held = list(feed.held.values()) if isinstance(feed, RemoteQueue) else []
-            message = wish(feed, held, self.channel.frame_bytes)
+            message = subscribe_message(feed, held, self.channel.frame_bytes)
             call = self.channel.begin(Kind.SUBSCRIBE, message, again=True)
             task = asyncio.create_task(self._joined(feed, call, held))
             self._joining.add(task)
@@ -416,7 +400,7 @@ class BrokerEngine:
     async def read(
         self, topic: str, partition: int, start: int, stop: int | None
     ) -> AsyncIterator[EventBatch]:
-        """Stored batches; the next chunk is on its way while this one is looked at."""
+        """Stored batches; the next chunk is requested before the caller gets this one."""
         coming = asyncio.ensure_future(self._chunk(topic, partition, start, stop))
         try:
             while True:
@@ -442,59 +426,34 @@ class BrokerEngine:
         return chunk.end, [EventBatch.decode(part) for part in answer.parts]
 
     async def ask(self, request: Request) -> Any:
-        """Administer."""
+        """Let the broker answer an administrative request."""
         kind = type(request)
         welcome = self.channel.welcome
-        if self._signs_for_us and getattr(request, "actor", "") == self._subject:
-            # The token says who we are; the name in our settings may be another.
+        if self._token_names_subject and getattr(request, "actor", "") == self._subject:
+            # The broker takes the actor from the token; the subject in the settings may differ.
             request = msgspec.structs.replace(request, actor="")
         if isinstance(request, AdmitReplay) and not self.channel.hello.tenant and welcome:
-            # We named no tenant, so the broker has told us whose we are.
+            # This client named no tenant, so the broker's Welcome names it.
             request = AdmitReplay(welcome.tenant or request.tenant)
-        self._report()  # what was settled before is done before
+        self._report()  # the broker executes earlier settlements before the request
         message = say.Ask(kind.__name__, msgspec.to_builtins(request, builtin_types=(bytes,)))
         answer = await self.channel.call(Kind.ASK, message, again=kind in READ_ONLY)
         return decode(answer.meta, ANSWERS[kind])
 
 
-# -- dial -----------------------------------------------------------------------------------------
+def subscribe_message(
+    feed: RemoteQueue | RemoteLog,
+    held: Sequence[RemoteDelivery] = (),
+    frame_bytes: int = MAX_FRAME_BYTES,
+) -> say.Subscribe:
+    """The message that opens a feed; after a restart of the broker it names the deliveries held here.
 
-
-TCP_PORT = 5557
-ZMQ_PORT = 5555
-
-
-def broker_engine(
-    scheme: str,
-    address: str,
-    settings: Settings,
-    identity: Identity,
-    client: str,
-    token: Token | None = None,
-) -> BrokerEngine:
-    """An engine for a broker; nothing is connected before it is opened."""
-    try:
-        parts = urlsplit(f"//{address}")
-        host, port = parts.hostname or "", parts.port
-    except ValueError as error:
-        raise UnknownScheme(f"{address!r} is no host and port: {error}", url=address) from None
-    name = client or f"{socket.gethostname()}.{os.getpid()}"
-    make_link = _dialler(scheme, host, port, settings)
-    return BrokerEngine(make_link, settings, identity, name, Credential(settings.client, token))
-
-
-def _dialler(
-    scheme: str, host: str, port: int | None, settings: Settings
-) -> Callable[[], ClientLink]:
-    client = settings.client
-    if scheme == "penstock+zmq":
-        from penstock.engines.broker.zeromq import ZmqLink
-
-        return lambda: ZmqLink(
-            host, port or ZMQ_PORT, server_key=client.curve_server_key,
-            secret_key=client.curve_secret_key,
-        )  # fmt: skip
-    tls = None
-    if scheme == "penstocks":
-        tls = client_tls(client.tls_ca, client.tls_certificate, client.tls_key)
-    return lambda: TcpLink(host, port or TCP_PORT, compressor=client.compressor, tls_context=tls)
+    It names as many as fit, the earliest ones. The broker delivers the others again.
+    """
+    wanted = feed.wanted
+    most = min(say.MAX_HELD, frame_bytes // HELD_BYTES)
+    return say.Subscribe(
+        feed.number, wanted.group, wanted.spec, wanted.member, wanted.max_inflight,
+        [delivery.in_hand() for delivery in held[:most]],
+        feed.in_hand() if isinstance(feed, RemoteLog) else [],
+    )  # fmt: skip

@@ -1,12 +1,7 @@
-"""Respite: a client whose rate is used up asks again when there is something to be had, not before.
+"""RemotePublisher: sends drafts to a broker. Drafts published within one turn of the loop share a frame.
 
-A bucket only fills with time, so whoever asks for as much as was refused gets the same answer until
-`retry_after_s` has passed. Given here, it costs the broker nothing, and other tenants wait for
-nobody's refusals. A smaller batch may fit and is sent, and so is one that never fits: waiting does
-not help it, so it must not be told to wait. Who was refused lately is at its limit, and
-gains nothing by haste.
-
-Remote publishing: what is published within one turn of the loop shares a frame.
+After a refusal for a tenant's rate, `RecentRefusals` answers the same request locally until its
+`retry_after_s` has passed, since the broker's answer would be the same.
 """
 
 from __future__ import annotations
@@ -25,141 +20,61 @@ from penstock.model.event import Receipt
 from penstock.wire.frame import MAX_PARTS, Bytes, Kind
 from penstock.wire.message import DraftMeta, Publish, Published, decode, encode, to_error
 
-# -- respite --------------------------------------------------------------------------------------
-
-
-RATES = ("events_per_s", "bytes_per_s")
-MOST_TENANTS = 1_000
-# A tenant is at its limit for so long after a refusal is over: at half as much again as its rate it has
-# had the next one by then.
-LATELY_S = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class _Refusal:
-    until_s: float
-    events: int
-    size_bytes: int
-    error: Throttled
-
-
-class RecentRefusals:
-    """The last refusal of each tenant that a client publishes for.
-
-    >>> respite = RecentRefusals()
-    >>> refusal = Throttled("too fast", limit="events_per_s", retry_after_s=2.0)
-    >>> respite.refused("acme", 100, 5_000, refusal, now_s=10.0)
-    >>> respite.answer("acme", 100, 5_000, now_s=11.5).retry_after_s
-    0.5
-    >>> respite.answer("acme", 1, 50, now_s=11.5), respite.answer("acme", 100, 5_000, now_s=12.0)
-    (None, None)
-    >>> respite.withheld()
-    {'events_per_s acme': 1}
-    >>> respite.lately("acme", now_s=12.4), respite.lately("acme", now_s=12.5), bool(respite)
-    (True, False, False)
-    """
-
-    def __init__(self) -> None:
-        self._refusals: dict[str, _Refusal] = {}
-        self._withheld: dict[str, int] = {}
-
-    def __bool__(self) -> bool:
-        """Whether there is anything to be asked: most clients are never refused."""
-        return bool(self._refusals)
-
-    def refused(
-        self, tenant: str, events: int, size_bytes: int, error: Throttled, now_s: float
-    ) -> None:
-        """A broker refused a batch; remember it if only time can change that."""
-        if error.data.get("limit") not in RATES:
-            return
-        if len(self._refusals) >= MOST_TENANTS:
-            self._refusals.clear()
-        until_s = now_s + error.retry_after_s
-        self._refusals[tenant] = _Refusal(until_s, events, size_bytes, error)
-
-    def answer(self, tenant: str, events: int, size_bytes: int, now_s: float) -> Throttled | None:
-        """What the broker would say to a batch, if that is known."""
-        known = self._refusals.get(tenant)
-        if known is None or now_s >= known.until_s:
-            return None
-        if events < known.events or size_bytes < known.size_bytes:
-            return None
-        most = known.error.data
-        if events > most.get("most_events", events) or size_bytes > most.get(
-            "most_bytes", size_bytes
-        ):
-            return None  # it never fits, and only the broker may say so
-        key = f"{known.error.data['limit']} {tenant}"
-        self._withheld[key] = self._withheld.get(key, 0) + 1
-        data = {**known.error.data, "retry_after_s": known.until_s - now_s}
-        return Throttled(known.error.message, **data)
-
-    def lately(self, tenant: str, now_s: float) -> bool:
-        """Whether a tenant is at its limit."""
-        known = self._refusals.get(tenant)
-        if known is None:
-            return False
-        if now_s >= known.until_s + LATELY_S:
-            del self._refusals[tenant]
-            return False
-        return True
-
-    def withheld(self) -> dict[str, int]:
-        """How many batches were refused here since the last call, by limit and tenant."""
-        found, self._withheld = self._withheld, {}
-        return found
-
-
-# -- remote_publisher -----------------------------------------------------------------------------
-
-
-# Frames under way: below what a broker remembers of a session, so that none can be forgotten.
+# Frames without an answer: fewer than a broker remembers of a session, so that it forgets none.
 MAX_UNDER_WAY = 64
 FRAME_DRAFTS = 1_024
 FRAME_BYTES = 4 << 20
-# What the drafts inside one message take: so much a broker reads without counting what is in it.
+# Bytes of the drafts inside one message; up to this size a broker decodes it without counting values.
 MESSAGE_BYTES = 128 << 10
-PART_BYTES = 64 << 10  # drafts of this size travel beside the message, not copied into it
-# And of this size those of a transaction, which cannot be split, when its message has no room left.
+# Drafts from this size on travel beside the message and are not copied into it.
+PART_BYTES = 64 << 10
+# The same for drafts of a transaction, which cannot be split, when its message is full.
 LEAST_PART_BYTES = 1 << 10
-# In a message, beside what it holds: names and lengths of a draft, and of an event; tokens and times.
+# What a message takes besides payloads: names and lengths of a draft, of an event; tokens and times.
 DRAFT_BYTES, EVENT_BYTES, COLUMN_BYTES = 48, 6, 18
-# Of the deadline. The drafts of a frame share the clock of the oldest: none is younger by more. And
-# with less than this left a draft that waited is not sent: "not sent" is a better answer than "unknown".
+# A part of the deadline. The drafts of a frame share the deadline of the oldest, so none is younger by
+# more. A draft with less time left is not sent: the outcome "not sent" helps more than "unknown".
 SPREAD = 0.1
-LEAST_S = 0.001  # 0 would be for ever
-# A tenant at its limit sends what it has to say in few frames: each costs the broker about the same,
-# whatever is in it, and other tenants wait for it.
+# The shortest deadline of a call; 0 would mean none.
+LEAST_S = 0.001
+# A tenant at its limit sends few, full frames: each costs the broker about the same, whatever it holds,
+# and other tenants wait for it.
 GATHER_S = 0.025
+# Limits that only time changes; only their refusals are remembered.
+RATES = ("events_per_s", "bytes_per_s")
+# Tenants with a remembered refusal; when there are more, all are forgotten.
+MOST_TENANTS = 1_000
+# A tenant counts as being at its limit for so long after a refusal has ended: at half as much again as
+# its rate it has had the next one by then.
+LATELY_S = 0.5
 
 
 class Waiting(NamedTuple):
-    """A draft and who waits for it."""
+    """A draft that is not sent yet, and the future of its publish."""
 
     draft: Draft
     future: asyncio.Future[Receipt]
     until_s: float
-    """When its publish has to have an answer, whether it was sent or not."""
+    """When the publish must have its answer, whether the draft was sent or not."""
 
 
 class RemotePublisher:
-    """Bundles drafts into frames."""
+    """Bundles drafts into frames and sends them."""
 
     def __init__(self, channel: Channel, linger_ms: float, deadline_s: float) -> None:
         self._channel = channel
         self._deadline_s = deadline_s
         self._spread_s = SPREAD * deadline_s
-        half_s = deadline_s / 2  # the rest is for the broker
+        half_s = deadline_s / 2  # the other half is for the broker
         self._linger_s, self._gather_s = min(linger_ms / 1_000, half_s), min(GATHER_S, half_s)
         self._waiting: deque[Waiting] = deque()
         """In the order of their deadlines."""
         self._due: asyncio.Handle | None = None
         self._due_s = 0.0
-        """When the next frames go out, if `_due` is there."""
+        """When the next frames go out, if `_due` is set."""
         self._sequence = 0
         self._under_way: set[asyncio.Task[None]] = set()
-        self._respite = RecentRefusals()
+        self._recent = RecentRefusals()
 
     def next_sequence(self) -> int:
         """A number for a publish or transaction, larger than all before."""
@@ -167,15 +82,15 @@ class RemotePublisher:
         return self._sequence
 
     async def publish(self, draft: Draft) -> Receipt:
-        """Send a draft with its neighbours; durable when it returns."""
+        """Send a draft, with others of this turn of the loop; its events are durable when it returns."""
         loop = asyncio.get_running_loop()
         now_s, linger_s = loop.time(), self._linger_s
-        if self._respite and draft.deliver_at_us is None:
+        if self._recent and draft.deliver_at_us is None:
             size = draft_payload_bytes(draft)
-            refusal = self._respite.answer(draft.tenant, draft.count, size, now_s)
+            refusal = self._recent.answer(draft.tenant, draft.count, size, now_s)
             if refusal is not None:
                 raise refusal
-            if self._respite.lately(draft.tenant, now_s):
+            if self._recent.lately(draft.tenant, now_s):
                 linger_s = max(linger_s, self._gather_s)
         future: asyncio.Future[Receipt] = loop.create_future()
         self._waiting.append(Waiting(draft, future, now_s + self._deadline_s))
@@ -183,7 +98,7 @@ class RemotePublisher:
         return await future
 
     def _flush_within(self, seconds: float) -> None:
-        """Send what waits by then: nobody waits because somebody before would have waited longer."""
+        """Send the waiting drafts within this time: the shortest linger of any of them counts."""
         loop = asyncio.get_running_loop()
         due_s = loop.time() + seconds
         if self._due is not None:
@@ -205,7 +120,10 @@ class RemotePublisher:
             task.add_done_callback(self._arrived)
 
     def _refuse_late(self) -> None:
-        """Answer those whose time is up. No clock is needed: what is under way is older, and ends first."""
+        """Fail drafts whose time is up; called when a frame ends.
+
+        No timer is needed: frames under way are older than the waiting drafts, so they end first.
+        """
         end_s = asyncio.get_running_loop().time() + self._spread_s
         while self._waiting and self._waiting[0].until_s <= end_s:
             late = self._waiting.popleft()
@@ -223,17 +141,17 @@ class RemotePublisher:
     def _next_frame(self) -> list[Waiting]:
         queue, size, inside = self._waiting, 0, 0
         frame: list[Waiting] = []
-        room = self._channel.frame_bytes // 2  # what a draft takes is an estimate
+        room = self._channel.frame_bytes // 2  # sizes of drafts are estimates
         last_s = queue[0].until_s + self._spread_s
         while queue and len(frame) < FRAME_DRAFTS and size < FRAME_BYTES:
-            held = _size(queue[0].draft)
-            own = held + _frills(queue[0].draft)
-            message = 0 if _beside(queue[0].draft, held) else own
+            content = _content_bytes(queue[0].draft)
+            own = content + _framing_bytes(queue[0].draft)
+            message = 0 if _beside(queue[0].draft, content) else own
             full = size + own > room or inside + message > MESSAGE_BYTES
             if frame and (full or queue[0].until_s > last_s):
                 break
             waiting = queue.popleft()
-            if not waiting.future.done():  # else whoever waited was cancelled
+            if not waiting.future.done():  # otherwise its publish was cancelled
                 frame.append(waiting)
                 size += own
                 inside += message
@@ -241,16 +159,16 @@ class RemotePublisher:
 
     async def _send(self, drafts: list[Waiting]) -> None:
         if not drafts:
-            return  # everybody who waited was cancelled
+            return  # every publish was cancelled
         parts: list[Bytes] = []
         try:
             metas = [described(waiting.draft, parts) for waiting in drafts]
-            message = Publish(self.next_sequence(), metas, self._respite.withheld())
+            message = Publish(self.next_sequence(), metas, self._recent.withheld())
             call = self._channel.begin(Kind.PUBLISH, message, parts)
         except PenstockError as error:
             _fail(drafts, error)
         except Exception as error:
-            await self._send(_sendable(drafts, error))  # now: what comes behind stays behind
+            await self._send(_sendable(drafts, error))  # at once, before later drafts
         else:
             await self._finish(drafts, call)
 
@@ -277,28 +195,30 @@ class RemotePublisher:
         if isinstance(error, Throttled) and draft.deliver_at_us is None:
             now = asyncio.get_running_loop().time()
             size = draft_payload_bytes(draft)
-            self._respite.refused(draft.tenant, draft.count, size, error, now)
+            self._recent.refused(draft.tenant, draft.count, size, error, now)
 
 
 def bundled(drafts: Sequence[Draft], parts: list[Bytes]) -> list[DraftMeta]:
     """The messages for drafts that have to share a frame."""
     metas, inside = [], 0
-    kept = sum(_beside(draft, _size(draft)) for draft in drafts)  # parts that are spoken for
+    reserved = sum(
+        _beside(draft, _content_bytes(draft)) for draft in drafts
+    )  # parts for large drafts
     for draft in drafts:
-        held = _size(draft)
-        size = held + _frills(draft)
-        if _beside(draft, held):
-            kept -= 1
+        content = _content_bytes(draft)
+        size = content + _framing_bytes(draft)
+        if _beside(draft, content):
+            reserved -= 1
         full = inside + size > MESSAGE_BYTES and size >= LEAST_PART_BYTES
-        beside = full and len(parts) + kept < MAX_PARTS
+        beside = full and len(parts) + reserved < MAX_PARTS
         metas.append(described(draft, parts, beside=beside))
         inside += size if metas[-1].part < 0 else 0
     return metas
 
 
 def described(draft: Draft, parts: list[Bytes], *, beside: bool = False) -> DraftMeta:
-    """The message for a draft; a large one goes into `parts` as a batch, and any that shall."""
-    if beside or _beside(draft, _size(draft)):
+    """The message for a draft; a large one, or any with `beside`, goes into `parts` as a batch."""
+    if beside or _beside(draft, _content_bytes(draft)):
         batch = draft.batch if draft.batch is not None else draft.build()
         parts.append(batch.encode())
         return DraftMeta(
@@ -323,8 +243,8 @@ def _beside(draft: Draft, size: int) -> bool:
     return draft.batch is not None or draft.count >= MERGE_EVENTS or size >= PART_BYTES
 
 
-def _size(draft: Draft) -> int:
-    """About what it takes in a frame."""
+def _content_bytes(draft: Draft) -> int:
+    """About the bytes of payloads, keys and headers in a frame."""
     if draft.batch is not None:
         return draft.batch.size_bytes
     size = sum(map(len, draft.payloads))
@@ -336,15 +256,15 @@ def _size(draft: Draft) -> int:
     return size
 
 
-def _frills(draft: Draft) -> int:
-    """About what names, lengths and numbers take beside that, in a message."""
+def _framing_bytes(draft: Draft) -> int:
+    """About the bytes of names, lengths and numbers in a message, besides the content."""
     columns = (draft.tokens, draft.times_us, draft.expires_us, draft.priority)
     each = EVENT_BYTES + COLUMN_BYTES * (4 - columns.count(None))
     return DRAFT_BYTES + len(draft.topic) + each * draft.count
 
 
 def _sendable(drafts: list[Waiting], error: Exception) -> list[Waiting]:
-    """Those of a frame that can be put into a message; the others fail, or all where each one can."""
+    """The drafts of a frame that can be encoded; the others fail. When each one can, all fail."""
     good: list[Waiting] = []
     for waiting in drafts if len(drafts) > 1 else ():
         try:
@@ -370,5 +290,86 @@ def _fail(drafts: list[Waiting], error: PenstockError) -> None:
 
 
 def _own(error: PenstockError, count: int) -> PenstockError:
-    """An error for each caller: one object raised in several tasks would mix their tracebacks."""
+    """A copy for each caller: one object raised in several tasks would mix their tracebacks."""
     return error if count == 1 else type(error)(error.message, **error.data)
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    until_s: float
+    events: int
+    size_bytes: int
+    error: Throttled
+
+
+class RecentRefusals:
+    """The last refusal of each tenant, so that no request is repeated before it can succeed.
+
+    A token bucket only fills with time, so a request for at least as much as was refused is refused too
+    until `retry_after_s` has passed. Refused here, it costs the broker nothing and does not delay other
+    tenants. A smaller batch is sent, since it may fit. A batch that never fits is sent, too: waiting
+    does not help it, so only the broker may refuse it.
+
+    >>> refusals = RecentRefusals()
+    >>> refusal = Throttled("too fast", limit="events_per_s", retry_after_s=2.0)
+    >>> refusals.refused("acme", 100, 5_000, refusal, now_s=10.0)
+    >>> refusals.answer("acme", 100, 5_000, now_s=11.5).retry_after_s
+    0.5
+    >>> refusals.answer("acme", 1, 50, now_s=11.5), refusals.answer("acme", 100, 5_000, now_s=12.0)
+    (None, None)
+    >>> refusals.withheld()
+    {'events_per_s acme': 1}
+    >>> refusals.lately("acme", now_s=12.4), refusals.lately("acme", now_s=12.5), bool(refusals)
+    (True, False, False)
+    """
+
+    def __init__(self) -> None:
+        self._refusals: dict[str, _Refusal] = {}
+        self._withheld: dict[str, int] = {}
+
+    def __bool__(self) -> bool:
+        """Whether any refusal is remembered: most clients are never refused."""
+        return bool(self._refusals)
+
+    def refused(
+        self, tenant: str, events: int, size_bytes: int, error: Throttled, now_s: float
+    ) -> None:
+        """Remember that the broker refused a batch, if only time can change that."""
+        if error.data.get("limit") not in RATES:
+            return
+        if len(self._refusals) >= MOST_TENANTS:
+            self._refusals.clear()
+        until_s = now_s + error.retry_after_s
+        self._refusals[tenant] = _Refusal(until_s, events, size_bytes, error)
+
+    def answer(self, tenant: str, events: int, size_bytes: int, now_s: float) -> Throttled | None:
+        """The refusal that the broker would answer a batch with, if that is known."""
+        known = self._refusals.get(tenant)
+        if known is None or now_s >= known.until_s:
+            return None
+        if events < known.events or size_bytes < known.size_bytes:
+            return None
+        most = known.error.data
+        if events > most.get("most_events", events) or size_bytes > most.get(
+            "most_bytes", size_bytes
+        ):
+            return None  # it never fits, and only the broker may say so
+        key = f"{known.error.data['limit']} {tenant}"
+        self._withheld[key] = self._withheld.get(key, 0) + 1
+        data = {**known.error.data, "retry_after_s": known.until_s - now_s}
+        return Throttled(known.error.message, **data)
+
+    def lately(self, tenant: str, now_s: float) -> bool:
+        """Whether a tenant is at its limit: a refusal lasts, or ended less than LATELY_S ago."""
+        known = self._refusals.get(tenant)
+        if known is None:
+            return False
+        if now_s >= known.until_s + LATELY_S:
+            del self._refusals[tenant]
+            return False
+        return True
+
+    def withheld(self) -> dict[str, int]:
+        """How many batches were refused here since the last call, by limit and tenant."""
+        found, self._withheld = self._withheld, {}
+        return found

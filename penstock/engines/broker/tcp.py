@@ -1,7 +1,4 @@
-"""ClientLink: the way from a client engine to a broker, whatever carries it.
-
-TcpLink: a client's connection to a broker over TCP.
-"""
+"""ClientLink, a client's connection to a broker, and TcpLink: the same over TCP, with or without TLS."""
 
 from __future__ import annotations
 
@@ -23,18 +20,20 @@ from penstock.wire.limits import check_message
 from penstock.wire.negotiation import MAX_NEGOTIATION_BYTES, NEGOTIATE, Choice, chosen, offer
 from penstock.wire.stream import COMPRESSORS, Message, StreamReader, decode_frame, encode_frame
 
-# -- link -----------------------------------------------------------------------------------------
-
-
-# As the default of server.max_frame_bytes: what holds until the broker says otherwise.
+DEFAULT_PORT = 5557
+# The default of server.max_frame_bytes; it holds until the broker's Welcome gives another number.
 MAX_FRAME_BYTES = 320 << 20
+# To connect, shake hands for TLS and negotiate, all together; the channel tries again after it.
+OPEN_S = 10.0
+# Queued bytes get this long to leave after `close`, in case the broker does not read.
+LINGER_S = 2.0
 
 
 class ClientLink(Protocol):
-    """What the client engine asks of a transport. One object is one connection; it is not reused."""
+    """What the channel needs of a transport. One object is one connection; it is not reused."""
 
     max_frame_bytes: int
-    """Largest frame the broker takes; the engine sets what its Welcome says."""
+    """Largest frame the broker takes; the channel sets what its Welcome says."""
 
     async def open(self, on_frame: Callable[[Frame], None], on_lost: Callable[[str], None]) -> None:
         """Connect; raises BrokerUnreachable, ProtocolViolation or WrongProtocolVersion.
@@ -46,13 +45,13 @@ class ClientLink(Protocol):
     def send(self, frame: Frame) -> None:
         """Queue a frame; never waits. After the connection is gone it does nothing.
 
-        Raises PayloadTooLarge where the broker would cut the connection: the frame would be sent
-        again over the next one, and cut that as well.
+        Raises PayloadTooLarge when the broker would end the connection for it: the channel would send
+        the frame again over the next connection, and lose that as well.
         """
         ...
 
     def push(self) -> None:
-        """Let the operating system have what is queued now, so that it goes out if the process dies.
+        """Hand what is queued to the operating system, so that it is sent even if the process dies.
 
         ZeroMQ sends in a thread of its own, a moment later.
         """
@@ -65,71 +64,6 @@ class ClientLink(Protocol):
     def close(self) -> None:
         """End the connection."""
         ...
-
-
-def check_size(frame: Frame, size_bytes: int, limit_bytes: int) -> None:
-    """Raise PayloadTooLarge for a frame that takes more, with all its lengths, than a broker reads.
-
-    So is one whose message does: it would be refused there, and its settlements or events with it.
-    """
-    if size_bytes > limit_bytes:
-        raise PayloadTooLarge(
-            f"a frame of {size_bytes} bytes is over the broker's server.max_frame_bytes of "
-            f"{limit_bytes}; nothing was sent. Publish less at once",
-            size_bytes=size_bytes,
-            limit_bytes=limit_bytes,
-        )
-    if len(frame.parts) > MAX_PARTS:
-        raise PayloadTooLarge(
-            f"a frame of {len(frame.parts)} batches is over the {MAX_PARTS} that a broker reads; nothing "
-            "was sent. Publish less at once",
-            parts=len(frame.parts),
-            limit_parts=MAX_PARTS,
-        )
-    try:
-        check_message(frame)
-    except ProtocolViolation as error:
-        raise PayloadTooLarge(f"nothing was sent: {error.message}", **error.data) from None
-
-
-# -- link_tcp -------------------------------------------------------------------------------------
-
-
-DEFAULT_PORT = 5557
-# To connect, shake hands for TLS and negotiate, all together; the engine tries again after it.
-OPEN_S = 10.0
-# What is queued gets this long to leave after `close`; a broker that reads nothing gets no more.
-LINGER_S = 2.0
-
-
-def client_tls(ca_file: str = "", certificate: str = "", key: str = "") -> ssl.SSLContext:
-    """TLS that checks the broker's certificate: with the system's authorities, or with a PEM file.
-
-    With a certificate of its own it shows that to a broker that asks for one.
-    """
-    try:
-        context = ssl.create_default_context(cafile=ca_file or None)
-    except (OSError, ssl.SSLError) as error:
-        raise InvalidSettings(
-            f"client.tls_ca {ca_file!r} cannot be used: {error}; name a PEM file",
-            key="client.tls_ca",
-        ) from error
-    if key and not certificate:
-        raise InvalidSettings(
-            "client.tls_key needs client.tls_certificate; set it, or clear the key",
-            key="client.tls_certificate",
-        )
-    if certificate:
-        try:
-            # Without a password OpenSSL would ask the terminal for one, and wait.
-            context.load_cert_chain(certificate, key or None, password="")
-        except (OSError, ssl.SSLError) as error:
-            raise InvalidSettings(
-                f"client.tls_certificate {certificate!r} and client.tls_key {key!r} cannot be used: "
-                f"{error}; name PEM files that belong together, the key without a password",
-                key="client.tls_certificate",
-            ) from error
-    return context
 
 
 class TcpLink(asyncio.BufferedProtocol):
@@ -157,15 +91,15 @@ class TcpLink(asyncio.BufferedProtocol):
         self._on_lost: Callable[[str], None] | None = None
         self._opening: asyncio.Future[Choice] | None = None
         self._transport: asyncio.Transport | None = None
-        self._outbox: SendBuffer | None = None
+        self._send_buffer: SendBuffer | None = None
 
-    # -- what the engine calls -----------------------------------------------------------------------
+    # -- called by the channel -----------------------------------------------------------------------
 
     async def open(self, on_frame: Callable[[Frame], None], on_lost: Callable[[str], None]) -> None:
-        """Connect and negotiate; raises BrokerUnreachable, ProtocolViolation or what the broker says."""
+        """Connect and negotiate; raises BrokerUnreachable, ProtocolViolation or the broker's error."""
         loop = asyncio.get_running_loop()
         self._on_frame = on_frame
-        # Forgotten by `_take`, which may have the answer before `create_connection` returns.
+        # `_take` clears it when the answer is there, which may be before `create_connection` returns.
         opening = self._opening = loop.create_future()
         try:
             async with asyncio.timeout(OPEN_S):
@@ -186,7 +120,7 @@ class TcpLink(asyncio.BufferedProtocol):
         self._on_lost = on_lost
 
     def _advice(self, error: OSError) -> str:
-        """What to do about a connection that did not come about."""
+        """What the user can do about a failed attempt to connect."""
         if isinstance(error, ssl.SSLCertVerificationError):
             return (
                 "Give the broker a certificate that is valid for this address, or name its authority "
@@ -198,49 +132,49 @@ class TcpLink(asyncio.BufferedProtocol):
         if isinstance(error, ConnectionResetError):
             if self._tls is None:
                 return f"{start}; where the broker has TLS the URL begins with penstocks://"
-            # Since TLS 1.3 a client that lacks a certificate hears of it after its handshake, and
-            # mostly as no more than an end.
+            # With TLS 1.3 the broker refuses a client without a certificate only after the client's
+            # handshake, and mostly the client sees no more than the end of the connection.
             return (
                 "If it asks clients for certificates, set client.tls_certificate and client.tls_key"
             )
         return start
 
     def send(self, frame: Frame) -> None:
-        """Queue a frame; raises PayloadTooLarge where the broker would cut the connection."""
-        if self._outbox is None:
+        """Queue a frame; raises PayloadTooLarge when the broker would end the connection for it."""
+        if self._send_buffer is None:
             return
         size = BODY_HEAD.size + frame.size_bytes + PART_LENGTH.size * len(frame.parts)
         check_size(frame, size, self.max_frame_bytes)
-        self._outbox.put(encode_frame(frame, self._compressor))
+        self._send_buffer.put(encode_frame(frame, self._compressor))
 
     def push(self) -> None:
-        """Let the operating system have what is queued now."""
-        if self._outbox is not None:
-            self._outbox.push()
+        """Hand what is queued to the operating system now."""
+        if self._send_buffer is not None:
+            self._send_buffer.push()
 
     def pending_bytes(self) -> int:
         """Bytes queued and not yet taken by the operating system."""
-        return 0 if self._outbox is None else self._outbox.pending_bytes()
+        return 0 if self._send_buffer is None else self._send_buffer.pending_bytes()
 
     def close(self) -> None:
         """End the connection; what is queued goes out first."""
         self._on_lost = None
-        transport, send_buffer = self._transport, self._outbox
-        self._transport = self._outbox = None
+        transport, send_buffer = self._transport, self._send_buffer
+        self._transport = self._send_buffer = None
         if transport is not None and send_buffer is not None:
             send_buffer.finish()
             transport.close()
             asyncio.get_running_loop().call_later(LINGER_S, transport.abort)
 
-    # -- what asyncio calls --------------------------------------------------------------------------
+    # -- called by asyncio --------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Connected: negotiate."""
         keep_alive(transport.get_extra_info("socket"))
         # uvloop's transports do not derive from asyncio's.
         self._transport = cast(asyncio.Transport, transport)
-        self._outbox = SendBuffer(asyncio.get_running_loop(), self._transport)
-        self._outbox.put([offer(self._offered)])
+        self._send_buffer = SendBuffer(asyncio.get_running_loop(), self._transport)
+        self._send_buffer.put([offer(self._offered)])
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes go."""
@@ -256,7 +190,7 @@ class TcpLink(asyncio.BufferedProtocol):
             except PenstockError as error:
                 self._broken(error)
         if self._reader.broken is not None:
-            # What breaks the very first message is not too long: it is no message of ours.
+            # A broken first message is not one that is too long: the other end is no broker.
             self._broken(self._reader.broken if self._opening is None else self._no_broker())
 
     def eof_received(self) -> bool:
@@ -269,15 +203,15 @@ class TcpLink(asyncio.BufferedProtocol):
 
     def pause_writing(self) -> None:
         """The broker reads slower than this side writes."""
-        if self._outbox is not None:
-            self._outbox.pause()
+        if self._send_buffer is not None:
+            self._send_buffer.pause()
 
     def resume_writing(self) -> None:
-        """It caught up."""
-        if self._outbox is not None:
-            self._outbox.resume()
+        """The broker has caught up."""
+        if self._send_buffer is not None:
+            self._send_buffer.resume()
 
-    # -- the rest ------------------------------------------------------------------------------------
+    # -- messages and the end ------------------------------------------------------------------------------------
 
     def _take(self, message: Message) -> None:
         opening = self._opening
@@ -314,12 +248,68 @@ class TcpLink(asyncio.BufferedProtocol):
             transport.abort()
 
     def _gone(self, reason: str) -> None:
-        if self._outbox is not None:
-            self._outbox.clear()
-        self._transport = self._outbox = None
+        if self._send_buffer is not None:
+            self._send_buffer.clear()
+        self._transport = self._send_buffer = None
         opening = self._opening
         if opening is not None and not opening.done():
             opening.set_exception(ConnectionResetError(reason))
         on_lost, self._on_lost = self._on_lost, None
         if on_lost is not None:
             on_lost(reason)
+
+
+def client_tls(ca_file: str = "", certificate: str = "", key: str = "") -> ssl.SSLContext:
+    """A TLS context that checks the broker's certificate with the system's authorities or a PEM file.
+
+    `certificate` is shown to a broker that asks clients for one.
+    """
+    try:
+        context = ssl.create_default_context(cafile=ca_file or None)
+    except (OSError, ssl.SSLError) as error:
+        raise InvalidSettings(
+            f"client.tls_ca {ca_file!r} cannot be used: {error}; name a PEM file",
+            key="client.tls_ca",
+        ) from error
+    if key and not certificate:
+        raise InvalidSettings(
+            "client.tls_key needs client.tls_certificate; set it, or clear the key",
+            key="client.tls_certificate",
+        )
+    if certificate:
+        try:
+            # Without a password OpenSSL would ask the terminal for one, and wait.
+            context.load_cert_chain(certificate, key or None, password="")
+        except (OSError, ssl.SSLError) as error:
+            raise InvalidSettings(
+                f"client.tls_certificate {certificate!r} and client.tls_key {key!r} cannot be used: "
+                f"{error}; name PEM files that belong together, the key without a password",
+                key="client.tls_certificate",
+            ) from error
+    return context
+
+
+def check_size(frame: Frame, size_bytes: int, limit_bytes: int) -> None:
+    """Raise PayloadTooLarge for a frame, or a message in it, that is larger than a broker reads.
+
+    `size_bytes` includes the lengths that frame its parts. The broker would refuse the whole message,
+    and with it all its settlements or events.
+    """
+    if size_bytes > limit_bytes:
+        raise PayloadTooLarge(
+            f"a frame of {size_bytes} bytes is over the broker's server.max_frame_bytes of "
+            f"{limit_bytes}; nothing was sent. Publish less at once",
+            size_bytes=size_bytes,
+            limit_bytes=limit_bytes,
+        )
+    if len(frame.parts) > MAX_PARTS:
+        raise PayloadTooLarge(
+            f"a frame of {len(frame.parts)} batches is over the {MAX_PARTS} that a broker reads; nothing "
+            "was sent. Publish less at once",
+            parts=len(frame.parts),
+            limit_parts=MAX_PARTS,
+        )
+    try:
+        check_message(frame)
+    except ProtocolViolation as error:
+        raise PayloadTooLarge(f"nothing was sent: {error.message}", **error.data) from None

@@ -1,4 +1,4 @@
-"""ZmqLink: a client's connection to a broker over ZeroMQ."""
+"""ZmqLink: a client's connection to a broker over ZeroMQ, with or without CURVE keys."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from penstock.wire.frame import MAX_PARTS, Bytes, Frame
 DEFAULT_PORT = 5555
 # Frames that libzmq reads ahead of the application; credit bounds what they hold.
 AHEAD_FRAMES = 1_000
-# Parts taken before other work of the loop gets its turn.
+# Parts read before other work of the loop gets its turn.
 PARTS_PER_TURN = 1_024
-# What the last frames get to leave after `close`.
+# Time for the last frames to leave after `close`.
 LINGER_MS = 1_000
-# The sign that a connection ended overtakes its last frames; they get this long to arrive.
+# The event that a connection has ended overtakes its last frames; they get this long to arrive.
 LAST_FRAMES_S = 0.01
-# libzmq reconnects by itself, and throws unread frames away when told not to: make it wait.
-NEVER_MS = 24 * 3_600 * 1_000
+# libzmq reconnects by itself, and drops unread frames when that is switched off, so it waits a day.
+RECONNECT_MS = 24 * 3_600 * 1_000
 
 WATCHED = int(
     zmq.EVENT_CLOSED
@@ -71,7 +71,7 @@ class ZmqLink:
         self.host = host
         self.port = port
         self.max_frame_bytes = max_frame_bytes
-        """Largest frame the broker sends; once the Welcome is there, the largest it takes."""
+        """Largest frame the broker sends; after its Welcome, the largest it takes."""
         self._server_key = server_key
         self._secret_key = secret_key
         self._connect_timeout_s = connect_timeout_s
@@ -105,21 +105,21 @@ class ZmqLink:
         self._on_lost = on_lost
 
     def send(self, frame: Frame) -> None:
-        """Queue a frame; raises PayloadTooLarge where the broker would cut the connection."""
+        """Queue a frame; raises PayloadTooLarge when the broker would end the connection for it."""
         if self._socket is None:
             return
         check_size(frame, frame.size_bytes, self.max_frame_bytes)
         self._outbox.put(frame.multipart())
 
     def push(self) -> None:
-        """Everything is with the library already, which sends it in a thread of its own."""
+        """Do nothing: libzmq has all frames already, and sends them in a thread of its own."""
 
     def pending_bytes(self) -> int:
         """Bytes queued and not yet taken by the operating system."""
         return 0 if self._socket is None else self._outbox.pending_bytes()
 
     def close(self) -> None:
-        """End the connection; what libzmq holds goes out first."""
+        """End the connection; frames that libzmq holds are sent first."""
         socket, self._socket = self._socket, None
         self._on_lost = None
         if socket is None:
@@ -147,11 +147,11 @@ class ZmqLink:
         socket.connect(endpoint(host, self.port))
 
     def _configure(self, socket: Socket) -> None:
-        patience_ms = max(1, int(self._connect_timeout_s * 1_000))
+        timeout_ms = max(1, int(self._connect_timeout_s * 1_000))
         socket.set(zmq.LINGER, 0)
-        socket.set(zmq.RECONNECT_IVL, NEVER_MS)  # the engine makes the next connection
-        socket.set(zmq.CONNECT_TIMEOUT, patience_ms)
-        socket.set(zmq.HANDSHAKE_IVL, patience_ms)
+        socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)  # the channel makes the next connection
+        socket.set(zmq.CONNECT_TIMEOUT, timeout_ms)
+        socket.set(zmq.HANDSHAKE_IVL, timeout_ms)
         keep_alive(socket)
         socket.set(zmq.MAXMSGSIZE, self.max_frame_bytes)
         socket.set(zmq.SNDHWM, 0)  # the outbox counts bytes instead
@@ -203,7 +203,7 @@ class ZmqLink:
                 if self._leaving:
                     self._gone(self._leaving)
                 return False
-            if len(parts) <= MAX_PARTS + 2:  # one more is kept, which the check then finds
+            if len(parts) <= MAX_PARTS + 2:  # one too many, so that the check refuses the message
                 parts.append(frame.bytes if len(frame) < COPY_BELOW_BYTES else frame.buffer)
             if not frame.more:
                 message, self._parts = parts, []
@@ -223,7 +223,7 @@ class ZmqLink:
         self._leave("the connection is gone")
 
     def _leave(self, reason: str) -> None:
-        """End the link once everything that has arrived is read."""
+        """Close after reading everything that has arrived."""
         if self._socket is not None:
             self._leaving = reason
             self._pump.nudge()
@@ -236,7 +236,7 @@ class ZmqLink:
 
 
 async def _resolve(host: str, port: int) -> str:
-    """The address of a name, IPv4 first; libzmq would hold up every other connection for it."""
+    """The address of a name, IPv4 first; resolved by libzmq, it would delay every other connection."""
     try:
         return str(ipaddress.ip_address(host))
     except ValueError:
