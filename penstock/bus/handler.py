@@ -247,7 +247,7 @@ class Handler:
         self.worked = False
         """Whether it was given any event."""
 
-    # -- starting and ending ----------------------------------------------------------------------------------
+    # -- starting and ending -----------------------------------------------------------------
 
     def start(self) -> None:
         """Begin to serve."""
@@ -333,7 +333,7 @@ class Handler:
         if self._subscription is not None:
             await self._subscription.close()
 
-    # -- one event after another ---------------------------------------------------------------
+    # -- one event after another -------------------------------------------------------------
 
     async def _work(self, worker: Worker, events: Subscription) -> None:
         handling.set(self._bus)
@@ -420,7 +420,7 @@ class Handler:
         except InvalidInput as error:  # the next attempt would return the same
             raise Reject(f"the reply cannot be sent: {error.message}") from error
 
-    # -- settling ------------------------------------------------------------------------------
+    # -- settling ----------------------------------------------------------------------------
 
     def _failed(self, worker: Worker, event: Event, error: BaseException) -> bool:
         """Settle an event that was not done; False when it is the worker that is to end."""
@@ -470,7 +470,7 @@ class Handler:
                 "what handler %s made of %s does not count: %s", self.call.name, event.id, error
             )
 
-    # -- time ----------------------------------------------------------------------------------
+    # -- time --------------------------------------------------------------------------------
 
     def _arm(self, at: float) -> None:
         self._alarm = asyncio.get_running_loop().call_at(at, self._look)

@@ -151,7 +151,7 @@ def _totals(shop: Shop) -> dict[str, Any]:
     return {**{name: sum(row[name] for row in rows) for name in names}, "tenants": rows}
 
 
-# -- the numbers ------------------------------------------------------------------------------------
+# -- the numbers ----------------------------------------------------------------------------------
 
 
 async def _watch(shop: Shop, folder: Path | None, *, quiet: bool) -> None:
@@ -304,7 +304,7 @@ class Shop:
         self._first: dict[str, int] = {}
         self._analyst: asyncio.Task[None] | None = None
 
-    # -- opening and closing ----------------------------------------------------------------------------------
+    # -- opening and closing -----------------------------------------------------------------
 
     async def open(self) -> None:
         """Note the offsets at which this run begins, and start the consumers."""
@@ -334,7 +334,7 @@ class Shop:
             for tenant, share in TENANTS.items():
                 group.create_task(self._produce(tenant, share * self._rate / TURNS_PER_S))
 
-    # -- producers -----------------------------------------------------------------------------
+    # -- producers ---------------------------------------------------------------------------
 
     async def _produce(self, tenant: str, per_turn: float) -> None:
         loop = asyncio.get_running_loop()
@@ -366,7 +366,7 @@ class Shop:
             card = "declined"
         return Order(number, round(self._random.uniform(5, 500), 2), card)
 
-    # -- consumers -----------------------------------------------------------------------------
+    # -- consumers ---------------------------------------------------------------------------
 
     async def _bill(self, order: Order, event: penstock.Event) -> None:
         books = self.books[event.tenant]
@@ -402,7 +402,7 @@ class Shop:
                         books.revenue += sum(order.amount for order in orders)
                 await log.commit()
 
-    # -- counting --------------------------------------------------------------------------
+    # -- counting ----------------------------------------------------------------------------
 
     async def count_dead(self) -> None:
         """Update `dead`."""

@@ -257,7 +257,7 @@ class Serving:
         if failure is not None:
             raise failure
 
-    # -- starting -------------------------------------------------------------------------
+    # -- starting ----------------------------------------------------------------------------
 
     async def _start(self, daemon: Daemon) -> bool:
         """Start the daemon; False when the signal to stop comes first."""
@@ -292,7 +292,7 @@ class Serving:
         except OSError as error:  # the parent process has closed stdout
             log.warning("stdout cannot be written", extra={"problem": str(error)})
 
-    # -- running ----------------------------------------------------------------------------
+    # -- running -----------------------------------------------------------------------------
 
     async def _wait(self, daemon: Daemon) -> PenstockError | None:
         """Wait for a signal or for an engine that cannot write any more; returns its error."""
@@ -342,7 +342,7 @@ class Serving:
             log.info("draining", extra={"signal": number.name, "at_most_s": drain_s})
             self._stopping.set()
 
-    # -- stopping -------------------------------------------------------------------------------
+    # -- stopping ----------------------------------------------------------------------------
 
     async def _stop(self, daemon: Daemon, failure: PenstockError | None) -> None:
         began = time.monotonic()

@@ -123,7 +123,7 @@ def keep_alive(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
 
 
-# -- memory for large messages ---------------------------------------------------------------------
+# -- memory for large messages --------------------------------------------------------------------
 
 
 FAILED = ctypes.c_void_p(-1).value  # the result of a failed mmap

@@ -293,7 +293,7 @@ def test_a_draft_arrives_as_it_was_whatever_way_it_went(
     ]
 
 
-async def test_a_respite_measures_what_the_rate_does() -> None:
+async def test_remembered_refusals_measure_what_the_rate_does() -> None:
     """T11: payload bytes, whether a draft is laid out as a batch already or not."""
     link = Link()
     _, publisher = publisher_over(link)

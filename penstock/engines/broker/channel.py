@@ -128,7 +128,7 @@ class Channel:
         self._connect_error: PenstockError | None = None
         """Why the last attempt to connect failed; None once one succeeded."""
 
-    # -- calls ---------------------------------------------------------------------------------
+    # -- calls -------------------------------------------------------------------------------
 
     async def call(
         self,
@@ -240,7 +240,7 @@ class Channel:
         await self.call(Kind.FLUSH, again=True)
         self._confirmed(number)
 
-    # -- connecting ----------------------------------------------------------------------------------
+    # -- connecting --------------------------------------------------------------------------
 
     async def open(self) -> None:
         """Connect; raises when no broker answers in time."""

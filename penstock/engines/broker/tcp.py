@@ -93,7 +93,7 @@ class TcpLink(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._send_buffer: SendBuffer | None = None
 
-    # -- called by the channel -----------------------------------------------------------------------
+    # -- called by the channel ---------------------------------------------------------------
 
     async def open(self, on_frame: Callable[[Frame], None], on_lost: Callable[[str], None]) -> None:
         """Connect and negotiate; raises BrokerUnreachable, ProtocolViolation or the broker's error."""
@@ -166,7 +166,7 @@ class TcpLink(asyncio.BufferedProtocol):
             transport.close()
             asyncio.get_running_loop().call_later(LINGER_S, transport.abort)
 
-    # -- called by asyncio --------------------------------------------------------------------------
+    # -- called by asyncio -------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Connected: negotiate."""
@@ -211,7 +211,7 @@ class TcpLink(asyncio.BufferedProtocol):
         if self._send_buffer is not None:
             self._send_buffer.resume()
 
-    # -- messages and the end ------------------------------------------------------------------------------------
+    # -- messages and the end ----------------------------------------------------------------
 
     def _take(self, message: Message) -> None:
         opening = self._opening
