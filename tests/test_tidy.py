@@ -82,10 +82,10 @@ FOREIGN_PRIVATE_NAMES = {
 
 ONE_MEANING_LAYERS = ("model", "core", "log", "wire", "transport", "engines", "bus", "server")
 AMBIGUOUS_CLASSES = {
-    "Admission", "Call", "Commit", "Connection", "Delayed", "Delivery", "Entry", "FastPath", "Groups",
-    "Identity", "Journal", "Outcome", "Pressure", "Problem", "Quarantine", "Refused", "Result", "Settle",
-    "Subscribe", "TcpLink", "TenantLimits", "TopicPut", "Topics", "Transaction", "Waiting", "Window",
-    "Wire",
+    "Admission", "Call", "Commit", "Connection", "Delayed", "Delivery", "Entry", "FastPath",
+    "Groups", "Identity", "Journal", "Outcome", "Pressure", "Problem", "Quarantine", "Refused",
+    "Result", "Settle", "Subscribe", "TcpLink", "TenantLimits", "TopicPut", "Topics", "Transaction",
+    "Waiting", "Wire",
 }  # fmt: skip
 """Public class names with more than one meaning."""
 

@@ -44,8 +44,8 @@ from penstock.model.errors import (
     StorageError,
     UnreadableEntry,
 )
-from penstock.model.event import ADMIN
 from penstock.model.parameter import show
+from penstock.model.role import ADMIN
 from penstock.server.ports import Address, Listening, addresses, read_ports, uptime_us, writer_of
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from penstock.model.parameter import show
+from penstock.model.parameter import MAX_PAGE, MAX_SKIP, show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -340,7 +340,6 @@ def note_rest(there: int, limit: int, offset: int) -> None:
 
 def page_options(limit: int) -> Callable[[Any], Any]:
     """The `--limit` and `--offset` options of a command."""
-    from penstock.engines.requests import MAX_PAGE, MAX_SKIP  # `--version` must not load Arrow
 
     def decorate(function: Any) -> Any:
         most = click.IntRange(1, MAX_PAGE)

@@ -7,7 +7,7 @@ import click
 from penstock.cli import output
 from penstock.cli.arguments import DURATION
 from penstock.cli.invocation import Invocation, Noun
-from penstock.model.event import ROLES
+from penstock.model.role import ROLES
 
 
 @click.group("token", cls=Noun)

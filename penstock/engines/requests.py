@@ -37,6 +37,7 @@ from penstock.model.errors import (
 from penstock.model.parameter import (
     MAX_ID_CHARACTERS,
     MAX_NAME_CHARACTERS,
+    MAX_SKIP,
     Id,
     Ids,
     Name,
@@ -49,10 +50,6 @@ from penstock.model.parameter import (
     shown,
 )
 from penstock.model.settings import Limits, Retention
-
-MAX_PAGE = 10_000  # rows of one answer: about 3 MB of JSON, made in well under 100 ms
-MAX_SKIP = 1_000_000  # rows before a page: to see more, filter
-
 
 # -- changes --------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Event, and the small values that travel with it: message id, receipt, identity and its roles."""
+"""Event, and the small values that travel with it: message id, receipt, identity."""
 
 from __future__ import annotations
 
@@ -29,17 +29,6 @@ REJECTED = "penstock-rejected"
 """The request that it answers with the reason why that became a dead letter."""
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-
-ADMIN = "admin"
-"""Everything, for all tenants."""
-OPERATOR = "operator"
-"""Changes topics, groups, routes and dead letters of its tenant."""
-READER = "reader"
-"""Looks at them, and publishes and consumes."""
-MONITOR = "monitor"
-"""Reads metrics and pressure, which show all tenants."""
-ROLES = (ADMIN, OPERATOR, READER, MONITOR)
-
 
 # -- events ---------------------------------------------------------------------------------------
 

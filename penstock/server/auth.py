@@ -27,7 +27,8 @@ from penstock.model.errors import (
     MissingExtra,
     NotAuthenticated,
 )
-from penstock.model.event import ADMIN, ROLES, Identity
+from penstock.model.event import Identity
+from penstock.model.role import ADMIN, ROLES
 from penstock.model.settings import Auth
 from penstock.model.topic import MAX_WORD_BYTES, TENANT_NAME, TENANT_RULE
 

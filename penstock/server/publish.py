@@ -47,7 +47,8 @@ from penstock.model.errors import (
     Rejected,
     Throttled,
 )
-from penstock.model.event import ADMIN, Identity, Receipt
+from penstock.model.event import Identity, Receipt
+from penstock.model.role import ADMIN
 from penstock.model.settings import Limits
 from penstock.model.topic import tenant_of
 from penstock.server.client_bytes import EXPANDED, Account

@@ -25,8 +25,9 @@ from penstock.model.errors import (
     InvalidInput,
     over_limit,
 )
-from penstock.model.event import ADMIN, Identity
+from penstock.model.event import Identity
 from penstock.model.parameter import MAX_NAME_CHARACTERS, checked, text
+from penstock.model.role import ADMIN
 from penstock.model.settings import Limits
 from penstock.model.token import TOKEN_BYTES
 from penstock.model.topic import check_topic, is_system, is_wildcard, tenant_of

@@ -17,9 +17,9 @@ from msgspec import Meta
 
 from penstock.engines.embedded.engine import EmbeddedEngine
 from penstock.engines.engine import Request
-from penstock.engines.requests import MAX_PAGE, MAX_SKIP, Effect
+from penstock.engines.requests import Effect
 from penstock.model.event import Identity
-from penstock.model.parameter import moment_us
+from penstock.model.parameter import MAX_PAGE, MAX_SKIP, moment_us
 from penstock.model.settings import Settings
 from penstock.server.admin.gate import RIGHTS, Answer, Authorizer
 from penstock.server.auth import Authenticator

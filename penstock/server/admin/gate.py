@@ -33,8 +33,9 @@ from penstock.model.errors import (
     UnknownRoute,
     UnknownSchedule,
 )
-from penstock.model.event import ADMIN, OPERATOR, READER, Identity
+from penstock.model.event import Identity
 from penstock.model.parameter import checked
+from penstock.model.role import ADMIN, OPERATOR, READER
 from penstock.model.topic import ANY_WORDS, is_system, is_wildcard, tenant_of
 
 _DEAD_LETTERS = dead_letter_topic("")

@@ -26,7 +26,8 @@ from penstock.model.errors import (
     PayloadTooLarge,
     PenstockError,
 )
-from penstock.model.event import MONITOR, Identity
+from penstock.model.event import Identity
+from penstock.model.role import MONITOR
 from penstock.server.admin import audit as admin_audit
 from penstock.server.admin import dead_letters as admin_dlq
 from penstock.server.admin import groups as admin_groups
