@@ -12,6 +12,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from itertools import count
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
@@ -107,6 +108,10 @@ async def detail_of(
     return DeadLetterDetail(letter, event.payload, event.key, headers, event.codec, token)
 
 
+def _place_of(found: Event | DeadLetter) -> tuple[str, int, int]:
+    return found.topic, found.partition, found.offset
+
+
 class DeadLetterStore:
     """Stores failed events as dead letters, and answers operators' requests about them."""
 
@@ -119,6 +124,8 @@ class DeadLetterStore:
         self._storing = BackgroundTasks()
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """By id: held while an operator's action on a record is under way."""
+        self._given: dict[str, tuple[str, int, int]] = {}
+        """Ids of dead letters that are being stored, and the place of each event."""
 
     # -- storing -------------------------------------------------------------------------------
 
@@ -152,12 +159,15 @@ class DeadLetterStore:
             self._draft(group.name, event, each.attempts, each.reason) for each, event in found
         ]
         at_us = self._engine.runtime.wall_us()
+        ids: list[str] = []
 
         def entries(receipts: list[Receipt]) -> list[Entry]:
             written: list[Entry] = []
             for (each, event), receipt in zip(found, receipts, strict=True):
+                ids.append(id := self._id_for(group.name, event))
+                self._given[id] = _place_of(event)
                 written.append(
-                    self._entry(group.name, event, each.attempts, each.reason, at_us, receipt)
+                    self._entry(id, group.name, event, each.attempts, each.reason, at_us, receipt)
                 )
                 group.buried(each.lane, each.offset)
             for each in gone:
@@ -173,6 +183,8 @@ class DeadLetterStore:
                 break
             except Rejected as error:  # the disk is full: they are stored when there is room
                 await self._storing.waits(error)
+        for id in ids:
+            self._given.pop(id, None)
         for _, event in found:
             self.buried(event.tenant, event.topic)
         self._engine.dispatcher.touched(group)
@@ -218,12 +230,29 @@ class DeadLetterStore:
         draft.times_us = [event.time_us]
         return draft
 
+    def _id_for(self, consumer: str, event: Event) -> str:
+        """The id of an event's dead letter; a number tells events apart that have the same token."""
+        place = _place_of(event)
+        for number in count(1):
+            id = f"{event.token}{f'.{number}' if number > 1 else ''}@{consumer}"
+            letter = self._engine.state.dead.get(id)
+            there = self._given.get(id) if letter is None else _place_of(letter)
+            if there in (None, place):
+                return id
+        raise AssertionError("unreachable")
+
     @staticmethod
     def _entry(
-        consumer: str, event: Event, attempts: int, reason: str, at_us: int, receipt: Receipt
+        id: str,
+        consumer: str,
+        event: Event,
+        attempts: int,
+        reason: str,
+        at_us: int,
+        receipt: Receipt,
     ) -> Dead:
         return Dead(
-            f"{event.token}@{consumer}", consumer, event.topic, event.partition, event.offset,
+            id, consumer, event.topic, event.partition, event.offset,
             event.tenant, attempts, reason, at_us, receipt.offset,
         )  # fmt: skip
 
@@ -360,7 +389,7 @@ class DeadLetterStore:
             check_consumer(consumer)
         event = await self._event_of(id, topic, payload)
         offset = event.offset if payload is None else QUARANTINE
-        name = f"{event.token if payload is None else id}@{consumer}"
+        name = self._id_for(consumer, event) if payload is None else f"{id}@{consumer}"
         async with self._lock(name):
             self._check_free(name)
             await self._quarantine(name, consumer, event, offset, actor, reason)
