@@ -158,10 +158,13 @@ class Letter:
     certain: bool = True
     """False while the documents do not say whether it is listed."""
 
+    listed_as: str = ""
+    """The id that the list gave it, once it was listed."""
+
     @property
     def id(self) -> str:
-        """Token and group."""
-        return f"{self.event.token}@{self.group}"
+        """Token and group; events that share a token are numbered."""
+        return self.listed_as or f"{self.event.token}@{self.group}"
 
 
 @dataclass(eq=False)
@@ -221,7 +224,7 @@ class Group:
         self.restarted = False
         self.members: dict[str, Member] = {}
         self.owed: dict[Place, Owed] = {}
-        self.letters: dict[str, Letter] = {}
+        self.letters: dict[Place, Letter] = {}
         self.company_at = -FOREVER
         """The last moment at which it had two members or more."""
         self.flushed_at = -FOREVER
@@ -282,10 +285,10 @@ class Group:
         """It becomes a dead letter."""
         owed.state, owed.hand, owed.settled_at = "dead", None, when
         letter = Letter(owed.event, self.name, attempts or owed.made, reason, when + self.slack_s)
-        before = self.letters.get(letter.id)
+        before = self.letters.get(letter.event.place)
         if before is not None:
             letter.replays = before.replays
-        self.letters[letter.id] = letter
+        self.letters[letter.event.place] = letter
 
     def join(self, name: str, max_inflight: int, t0: float, t1: float) -> None:
         """A member comes."""
@@ -550,20 +553,20 @@ class Group:
 
     def listed(self, letters: Iterable[Any], moment: float) -> None:
         """What the list of its dead letters says."""
-        found = {letter.id: letter for letter in letters}
+        found = {(each.topic, each.partition, each.offset): each for each in letters}
         for owed in list(self.overdue(moment)):
-            before = self.letters.get(f"{owed.event.token}@{self.name}")
+            before = self.letters.get(owed.event.place)
             if before is not None and before.status == "dead":
                 continue  # it is that one, perhaps
-            if f"{owed.event.token}@{self.name}" in found:
+            if owed.event.place in found:
                 if owed.hand is not None:
                     owed.hand.state = "expired"
                     owed.made = (owed.hand.attempt, owed.hand.attempt)
                 self.bury(owed, None, moment)
-        known = {id: letter for id, letter in self.letters.items() if letter.status == "dead"}
+        known = {at: letter for at, letter in self.letters.items() if letter.status == "dead"}
         missing = [
-            id for id, letter in known.items()
-            if letter.certain and letter.born < moment and id not in found
+            at for at, letter in known.items()
+            if letter.certain and letter.born < moment and at not in found
         ]  # fmt: skip
         if missing:
             letter = known[missing[0]]
@@ -571,16 +574,17 @@ class Group:
                 "dead-letters.md: what was given up is kept with its reason until a person decides",
                 f"a dead letter of {letter.event.place} of group {self.name}", "none is listed",
             )  # fmt: skip
-        for id, got in found.items():
-            expected = known.get(id)
+        for place, got in found.items():
+            expected = known.get(place)
             if expected is None:
-                seen = (got.topic, got.partition, got.offset) in self.owed
+                seen = place in self.owed
                 kind = Contradiction if seen else NotYet  # it was stored after the topics were read
                 raise kind(
                     "dead-letters.md: only what failed too often, was rejected or expired is one",
-                    f"no dead letter {id} of group {self.name}",
-                    f"{(got.topic, got.partition, got.offset)}: {got.reason}, attempts {got.attempts}",
+                    f"no dead letter of {place} of group {self.name}",
+                    f"{got.id}: {got.reason}, attempts {got.attempts}",
                 )
+            expected.listed_as = got.id
             if not expected.certain:
                 continue
             compare("dead-letters.md: a dead letter says what failed", {
@@ -594,7 +598,7 @@ class Group:
                 most += 1
             if not least <= got.attempts <= most:
                 raise Contradiction("dead-letters.md: a dead letter says how many attempts there were",
-                                    expected.attempts, f"{got.attempts} for {id}")  # fmt: skip
+                                    expected.attempts, f"{got.attempts} for {got.id}")  # fmt: skip
 
     def withdraw(self, place: Place, reason: str, when: float) -> None:
         """An operator made a dead letter of an event by hand."""
@@ -603,7 +607,7 @@ class Group:
         if owed.hand is not None:
             owed.hand.state = "fenced"
         self.bury(owed, reason, when, attempts=(0, owed.made[1]))
-        self.letters[f"{owed.event.token}@{self.name}"].by_hand = True
+        self.letters[owed.event.place].by_hand = True
 
     def revive(self, letter: Letter, t0: float, t1: float) -> None:
         """An operator gave a dead letter back, with a new budget."""

@@ -20,6 +20,7 @@ from penstock.testing.model.groups import (
     Letter,
     LogGroup,
     NotYet,
+    Place,
     Sent,
     Window,
     compare,
@@ -83,7 +84,7 @@ class Model:
         self.named: dict[tuple[str, str | uuid.UUID], Sent] = {}
         self.done_keys: set[str] = set()
         self.groups: dict[str, Group] = {}
-        self.left: dict[str, dict[str, Letter]] = {}
+        self.left: dict[str, dict[Place, Letter]] = {}
         """Dead letters of groups that were deleted."""
         self.logs: dict[str, LogGroup] = {}
         self.routes: dict[tuple[str, str], Any] = {}

@@ -813,7 +813,7 @@ class Driver:
             f"await bus.dead_letters.purge([{letter.id!r}], actor='ann', reason='done', confirm='PURGE')"
         )
         expect("dead-letters.md: purge", {None}, error)
-        del group.letters[letter.id]
+        del group.letters[letter.event.place]
 
     async def do_dead_letter(self, pick: int) -> None:
         """An event that waits is made a dead letter by hand."""
@@ -824,7 +824,7 @@ class Driver:
             for owed in group.owed.values()
             if owed.state == "waiting" and not owed.event.expiring(now + 1.0)
             and not group.name.startswith("_")
-            and f"{owed.event.token}@{group.name}" not in group.letters
+            and owed.event.place not in group.letters
         ]  # fmt: skip
         if not waiting:
             return
