@@ -21,7 +21,7 @@ def test_a_delayed_batch_is_kept_with_all_its_columns() -> None:
     )  # fmt: skip
     meta = DraftMeta("orders", codec="raw", part=0, partition=0, deliver_at_us=10)
     draft = to_draft(meta, [batch.encode()], Identity(), Limits())
-    stored, due_us = Scheduler.__new__(Scheduler).hold_back(draft)
+    stored, due_us = Scheduler.__new__(Scheduler).as_delayed(draft)
     assert (stored.topic, stored.codec, stored.count, due_us) == (SCHEDULED, "raw", 3, 10)
     assert list(stored.payloads) == [b"one", b"", b"three"]
     assert [stored.keys, stored.times_us] == [keys, [1, 2, 3]]

@@ -20,7 +20,7 @@ class Client:
         self.stored = asyncio.Event()
         self.durable = False
 
-    async def finished(self, seconds: float) -> None: ...
+    async def finish(self, seconds: float) -> None: ...
 
     async def harden(self) -> None:
         await self.stored.wait()
@@ -30,11 +30,11 @@ class Client:
 async def test_what_cannot_be_buried_does_not_hold_up_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(broker, "HARDEN_S", 0.05)
+    monkeypatch.setattr(broker, "DURABLE_S", 0.05)
     stuck, other = Client(), Client()
     other.stored.set()
     async with asyncio.timeout(5):
-        await broker.finished(cast(Any, {"a": stuck, "b": other}), time.monotonic())
+        await broker.finish(cast(Any, {"a": stuck, "b": other}), time.monotonic())
     assert (stuck.durable, other.durable) == (False, True)
 
 
@@ -42,5 +42,5 @@ async def test_what_takes_a_moment_is_waited_for_though_the_time_is_up() -> None
     client = Client()
     asyncio.get_running_loop().call_later(0.05, client.stored.set)
     async with asyncio.timeout(5):
-        await broker.finished(cast(Any, {"a": client}), time.monotonic())
+        await broker.finish(cast(Any, {"a": client}), time.monotonic())
     assert client.durable
