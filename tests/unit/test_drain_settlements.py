@@ -1,4 +1,4 @@
-"""`finished` makes settlements durable before the broker stops, and does not wait for a full disk (T5, T8)."""
+"""`finish` makes settlements durable before the broker stops, and does not wait for a full disk (T5, T8)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Client:
 
     async def finish(self, seconds: float) -> None: ...
 
-    async def harden(self) -> None:
+    async def make_durable(self) -> None:
         await self.stored.wait()
         self.durable = True
 
