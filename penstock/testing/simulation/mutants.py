@@ -70,19 +70,14 @@ def _accept(state: int) -> Broken:
 
 
 def _half_transaction(original: Any) -> Any:
+    """Each part of a submission is a frame of its own, so that a torn write keeps some of them."""
+
     def add(
-        self: Batcher,
-        bodies: list[Any],
-        laid: list[Any],
-        entries: list[Any],
-        commit: Commit,
-        placed: list[Placed],
+        self: Batcher, bodies: list[Any], laid: list[Any], commit: Commit, placed: list[Placed]
     ) -> int:
         position = commit.end
-        for body, pair in zip(bodies, laid, strict=True):
-            position = original(self, [body], [pair], [], commit, placed)
-        if entries:
-            position = original(self, [], [], entries, commit, placed)
+        for at, body in enumerate(bodies):
+            position = original(self, [body], laid[at : at + 1], commit, placed)
         return position
 
     return add
