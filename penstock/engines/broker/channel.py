@@ -47,6 +47,9 @@ from penstock.wire.message import (
 
 log = logging.getLogger("penstock.client")
 
+# Its own generator: the sequence of a program that seeded `random` stays as it is.
+_jitter = random.Random()
+
 # Between two attempts to connect at first; it doubles up to `client.reconnect_max_s`.
 FIRST_PAUSE_S = 0.05
 # After so many heartbeats without a frame from the broker the connection is given up: one may be late.
@@ -289,12 +292,12 @@ class Channel:
                 if not self._newer_token_may_help(error):
                     self._end(error)
                     return
-                await asyncio.sleep(self._settings.reconnect_max_s * random.uniform(0.5, 1.0))
+                await asyncio.sleep(self._settings.reconnect_max_s * _jitter.uniform(0.5, 1.0))
                 continue
             except PenstockError as error:
                 self._connect_error = error
                 log.info("no connection to the broker: %s", error)
-                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+                await asyncio.sleep(pause_s * _jitter.uniform(0.5, 1.0))
                 pause_s = min(2 * pause_s, self._settings.reconnect_max_s)
                 continue
             except Exception as error:
@@ -309,7 +312,7 @@ class Channel:
             if asyncio.get_running_loop().time() - since > STEADY_S:
                 pause_s = FIRST_PAUSE_S
             elif self._closed is None:  # a connection that broke at once may do so again
-                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+                await asyncio.sleep(pause_s * _jitter.uniform(0.5, 1.0))
                 pause_s = min(2 * pause_s, self._settings.reconnect_max_s)
 
     def _newer_token_may_help(self, error: PenstockError) -> bool:
