@@ -55,7 +55,6 @@ APPEND_TIMES = 256
 # Head and body of a batch with three full columns stay below this, whatever a head claims.
 MAX_BODY_BYTES = 3 * MAX_COLUMN_BYTES
 STRIDE_EVENTS = 512
-NEVER_US = 0  # "does not expire" in the expiry column
 
 # What an event takes beside key, payload and headers: the fixed columns, uncompressed.
 EVENT_OVERHEAD_BYTES = 64
